@@ -1,0 +1,106 @@
+"""The engine's seam: token ids in; token ids, logprobs and policy version out.
+
+An engine knows no messages, templates, sessions or books. It samples, streams what it samples as it samples it,
+stops at stop *tokens* (stop strings are the proxy's), and swaps weights between tokens so that every token is
+labelled with the version that made it.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from rollbook.store.events import Float32s, Int32s
+
+FinishReason = Literal["stop", "length", "abort"]
+LogprobsMode = Literal["processed", "raw"]
+"""processed: of the distribution that was sampled (temperature, top_p, top_k applied); raw: of the model's own."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to draw. `max_tokens` None means the context that is left."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to an engine. prompt_ids: int32 [T]. Stop tokens are sampled, reported, and end the output."""
+
+    request_id: str
+    prompt_ids: Int32s
+    sampling: Sampling = Sampling()
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of an answer. ids int32 [n], logprobs float32 [n], all sampled by `version`; n may be 0 at the end.
+
+    The last piece, and only it, has a finish_reason. The end-of-turn token, where sampled, is among the ids.
+    """
+
+    ids: Int32s
+    logprobs: Float32s
+    version: int
+    finish_reason: FinishReason | None = None
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself. max_context counts prompt and output tokens together."""
+
+    is_ready: bool
+    version: int
+    model: str
+    max_context: int
+    vocab_size: int | None = None
+    running: int = 0
+    waiting: int = 0
+    reason: str | None = None
+
+
+class Engine(Protocol):
+    """Implementations: scripted, embedded (transformers), vllm, sglang, replay; one contract suite.
+
+    Engines are async context managers: entering starts what must run, leaving ends every request and gives the
+    memory back.
+    """
+
+    logprobs_mode: LogprobsMode
+
+    def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        """Stream an answer. Closing the iterator aborts the request. Raises EngineFailed, EngineUnavailable,
+        BadRequest for sampling settings the engine does not have, ContextOverflow."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop sampling between two tokens, keeping running requests; new ones queue. Twice is once."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Twice is once."""
+        ...
+
+    async def load_weights(self, path: str, version: int) -> None:
+        """Swap weights between two tokens: what is sampled after this returns carries `version`.
+
+        path is a folder of safetensors in Hugging Face layout. Checked before anything is touched (names, shapes);
+        raises EngineFailed and keeps the old weights if they do not fit. Cached state of old weights is dropped.
+        """
+        ...
+
+    async def health(self) -> Health:
+        """Now, without waiting for running requests."""
+        ...
+
+
+EMPTY_IDS: Int32s = np.empty(0, np.int32)
+EMPTY_LOGPROBS: Float32s = np.empty(0, np.float32)

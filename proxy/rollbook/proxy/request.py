@@ -1,0 +1,79 @@
+"""What every dialect is parsed into and rendered from: one request, one stream of pieces, one reply.
+
+Dialects (`dialects/`) translate between a vendor's JSON and these; `capture.py` turns a Request into pieces and a
+durable event. Messages and tools are in chat-completions form, the lingua franca of chat templates.
+"""
+
+from typing import Any
+
+import msgspec
+
+from .engine import FinishReason, Sampling
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call, whatever API it came by."""
+
+    dialect: str  # chat | responses | messages | completions
+    messages: list[Message]
+    tools: list[Tool] = []
+    tool_choice: str | dict[str, Any] = "auto"  # auto | none | required | {"type": "function", ...}
+    model: str = "default"
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    is_stream: bool = False
+    wants_logprobs: bool = False
+    top_logprobs: int = 0
+    store: bool = True  # False: answer, do not train on it
+    parent_id: str | None = None  # the client named its parent (previous_response_id, thread)
+    idempotency_key: str | None = None
+    body_sha256: str | None = None
+    response_format: dict[str, Any] | None = None
+    role: str | None = None  # which of several agents asks
+    extra: dict[str, Any] = {}  # what the dialect needs to render its reply
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call as sampled: arguments are the model's own text, which may not be JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A step of a streamed reply; at most one of text, reasoning, tool_* is new in it.
+
+    token_ids and logprobs are those that came with it (empty while text is held back for a parser).
+    tool_index is the place of the call in the reply; its first piece has id and name, later ones only arguments.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_index: int | None = None
+    tool_id: str | None = None
+    tool_name: str | None = None
+    tool_arguments: str = ""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished answer, durable by the time anybody sees it."""
+
+    interaction_id: str
+    content: str | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason | str = "stop"  # stop | length | tool_calls | abort
+    prompt_tokens: int = 0
+    output_ids: list[int] = []
+    logprobs: list[float] = []
+    prompt_ids: list[int] | None = None
+    created: int = 0  # seconds since the epoch
+    model: str = "default"
+    version: int = 0  # policy version of the last token

@@ -1,0 +1,126 @@
+"""An engine that says what a script tells it to: for tests, demos of the plumbing, load and soak runs.
+
+It keeps every promise of `engine.Engine` (streaming, abort, pause, versions) without a model. Logprobs are a fixed
+function of the token and its place, so a test can say which logprob belongs to which token.
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+
+import anyio
+import numpy as np
+
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled
+from .errors import ContextOverflow, EngineUnavailable
+
+Script = Callable[[Generation], Sequence[int] | Awaitable[Sequence[int]]]
+"""Token ids to answer with, end-of-turn token included if the answer is to finish with `stop`."""
+
+
+def scripted_logprob(token: int, index: int) -> float:
+    """The logprob that a ScriptedEngine gives to `token` as the index-th of its answer."""
+    return -float(np.float32(0.01 + ((token * 31 + index * 7) % 997) / 500))
+
+
+class ScriptedEngine:
+    """See `engine.Engine`.
+
+    script: what to answer. chunk_tokens: tokens per streamed piece. token_s: seconds each token takes.
+    """
+
+    logprobs_mode: LogprobsMode = "processed"
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        chunk_tokens: int = 8,
+        token_s: float = 0.0,
+        version: int = 0,
+        max_context: int = 1 << 20,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._script = script
+        self._chunk_tokens = chunk_tokens
+        self._token_s = token_s
+        self._version = version
+        self._max_context = max_context
+        self._vocab_size = vocab_size
+        self._running = 0
+        self._paused: anyio.Event | None = None  # set at resume
+        self._is_open = False
+
+    async def __aenter__(self) -> "ScriptedEngine":
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        await self.resume()
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        if not self._is_open:
+            raise EngineUnavailable("the scripted engine is not running; enter it with `async with` first")
+        room = self._max_context - len(generation.prompt_ids)
+        if room < 1:
+            raise ContextOverflow(
+                f"the prompt has {len(generation.prompt_ids)} tokens, the context {self._max_context}; shorten it"
+            )
+        answer = self._script(generation)
+        ids = np.asarray(await answer if inspect.isawaitable(answer) else answer, np.int32)
+        limit = min(generation.sampling.max_tokens or room, room)
+        stops = set(generation.sampling.stop_token_ids)
+        end = next((i + 1 for i, token in enumerate(ids.tolist()) if token in stops), len(ids))
+        finish = "stop" if end <= limit else "length"
+        end = min(end, limit)
+        self._running += 1
+        try:
+            for start in range(0, end, self._chunk_tokens):
+                piece = ids[start : min(start + self._chunk_tokens, end)]
+                await anyio.sleep(self._token_s * len(piece))
+                while self._paused is not None:
+                    await self._paused.wait()
+                if not self._is_open:
+                    yield Sampled(ids=EMPTY_IDS, logprobs=EMPTY_LOGPROBS, version=self._version, finish_reason="abort")
+                    return
+                yield Sampled(
+                    ids=piece,
+                    logprobs=np.asarray(
+                        [scripted_logprob(t, start + i) for i, t in enumerate(piece.tolist())], np.float32
+                    ),
+                    version=self._version,
+                )
+            yield Sampled(
+                ids=EMPTY_IDS,
+                logprobs=EMPTY_LOGPROBS,
+                version=self._version,
+                finish_reason="stop" if finish == "stop" else "length",
+            )
+        finally:
+            self._running -= 1
+
+    async def pause(self) -> None:
+        if self._paused is None:
+            self._paused = anyio.Event()
+
+    async def resume(self) -> None:
+        if self._paused is not None:
+            self._paused.set()
+            self._paused = None
+
+    async def load_weights(self, path: str, version: int) -> None:
+        self._version = version
+
+    async def health(self) -> Health:
+        return Health(
+            is_ready=self._is_open,
+            version=self._version,
+            model="scripted",
+            max_context=self._max_context,
+            vocab_size=self._vocab_size,
+            running=self._running,
+            reason=None if self._is_open else "not started",
+        )

@@ -1,0 +1,55 @@
+"""What can go wrong in a book, one tree.
+
+    StoreError
+    ├── BadEvent        an event that may not enter the log: wrong lengths, unknown kind
+    ├── BookNotFound    no book at that path
+    ├── BookTooNew      written by a newer Rollbook than this one
+    ├── BookBusy        another process owns what was asked for
+    ├── LogCorrupt      a bad checksum that is not a torn tail; names the place
+    ├── LogClosed       appended after close, or after a failed write stopped the log
+    ├── LogWriteFailed  the disk refused a write or a sync; nothing of it was acknowledged
+    ├── QueryRefused    SQL that the read-only surface does not allow, or that went over its limits
+    └── BadSelection    a selection, credit scheme or reward expression that cannot be read
+
+Every message says what was expected, what came and what to do.
+"""
+
+
+class StoreError(Exception):
+    """Root of everything the store raises on purpose."""
+
+
+class BadEvent(StoreError, ValueError):
+    """An event that may not enter the log."""
+
+
+class BookNotFound(StoreError, FileNotFoundError):
+    """No book at that path."""
+
+
+class BookTooNew(StoreError):
+    """The book was written by a newer version."""
+
+
+class BookBusy(StoreError):
+    """Another process owns what was asked for."""
+
+
+class LogCorrupt(StoreError):
+    """A bad checksum that is not a torn tail."""
+
+
+class LogClosed(StoreError):
+    """The log takes no more events."""
+
+
+class LogWriteFailed(StoreError, OSError):
+    """The disk refused; nothing of that write was acknowledged."""
+
+
+class QueryRefused(StoreError):
+    """SQL that the read-only surface does not allow, or that went over its limits."""
+
+
+class BadSelection(StoreError, ValueError):
+    """A selection, credit scheme or reward expression that cannot be read."""

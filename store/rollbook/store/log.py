@@ -1,0 +1,64 @@
+"""The log's seam: what every log promises, whatever it is made of.
+
+`append` returns when the events are durable; appending an event_id twice is the same as once. A log hands out
+the positions of its own writer, gap-free from 0, and reads the events of every writer of the book. A cursor is
+one position per writer: the next one to read. Nothing here knows about trees, rewards or SQL.
+"""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from .events import Event
+
+Cursor = Mapping[str, int]
+"""Writer -> the next position to read. Missing writers are read from 0."""
+
+START: Cursor = {}
+
+
+class Log(Protocol):
+    """Implementations: `memory.MemoryLog`, `directory.DirectoryLog`, `http.HttpLog`; one contract suite."""
+
+    @property
+    def writer(self) -> str | None:
+        """The name under which this log appends; None for a reader."""
+        ...
+
+    async def append(self, *events: Event) -> list[int]:
+        """Make events durable, all or none, and return their positions.
+
+        An event_id that this writer has appended before keeps its first position and changes nothing. Raises
+        BadEvent (nothing is written), LogClosed, LogWriteFailed (nothing is acknowledged, the log stops).
+        Cancelling the caller does not undo the append.
+        """
+        ...
+
+    def append_blocking(self, *events: Event) -> list[int]:
+        """The same for code that has no event loop. Never call it on one."""
+        ...
+
+    def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
+        """Every durable event at or after the cursor: batches of SCHEMA, in order within each writer."""
+        ...
+
+    def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
+        """`read`, and then what comes later, until closed or cancelled."""
+        ...
+
+    def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
+        """The events at (writer, position), one row each, in the order asked. Raises KeyError for none there."""
+        ...
+
+    def close(self) -> None:
+        """Finish what was accepted and give the files back. Closing twice is closing once."""
+        ...
+
+
+def advance(cursor: Cursor, batch: pa.RecordBatch) -> dict[str, int]:
+    """The cursor after a batch has been read. A batch holds events of one writer."""
+    if not batch.num_rows:
+        return dict(cursor)
+    writer = batch.column("writer")[0].as_py()
+    return {**cursor, writer: batch.column("position")[batch.num_rows - 1].as_py() + 1}

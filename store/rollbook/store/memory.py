@@ -1,0 +1,90 @@
+"""A log in memory: for tests, notebooks and programs that want no files. Durable as long as the process.
+
+Several writers share one book through `MemoryLog.sibling`, as several processes share a directory.
+"""
+
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+import anyio
+import pyarrow as pa
+
+from .errors import LogClosed
+from .events import SCHEMA, Event, check, to_batch
+from .log import START, Cursor, advance
+
+
+class MemoryLog:
+    """See `log.Log`."""
+
+    def __init__(self, writer: str = "memory", *, _book: dict[str, list[pa.RecordBatch]] | None = None) -> None:
+        self._writer = writer
+        self._book: dict[str, list[pa.RecordBatch]] = {} if _book is None else _book
+        self._book.setdefault(writer, [])
+        self._next = sum(b.num_rows for b in self._book[writer])
+        self._seen: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def sibling(self, writer: str) -> "MemoryLog":
+        """Another writer of the same book."""
+        return MemoryLog(writer, _book=self._book)
+
+    @property
+    def writer(self) -> str:
+        return self._writer
+
+    async def append(self, *events: Event) -> list[int]:
+        return self.append_blocking(*events)
+
+    def append_blocking(self, *events: Event) -> list[int]:
+        for event in events:
+            check(event)
+        with self._lock:
+            if self._is_closed:
+                raise LogClosed(f"log of writer {self._writer!r} is closed; open the book again to append")
+            fresh: list[Event] = []
+            positions: list[int] = []
+            for event in events:
+                position = self._seen.get(event.event_id)
+                if position is None:
+                    position = self._seen[event.event_id] = self._next + len(fresh)
+                    fresh.append(event)
+                positions.append(position)
+            if fresh:
+                batch = to_batch(fresh, writer=self._writer, first_position=self._next)
+                self._book[self._writer].append(batch)
+                self._next += len(fresh)
+            return positions
+
+    def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
+        for writer in list(self._book):
+            start = cursor.get(writer, 0)
+            for batch in list(self._book[writer]):
+                first = batch.column("position")[0].as_py()
+                if first + batch.num_rows > start:
+                    yield batch.slice(max(0, start - first))
+
+    async def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
+        while True:
+            for batch in self.read(cursor):
+                cursor = advance(cursor, batch)
+                yield batch
+            if self._is_closed:
+                return
+            await anyio.sleep(0.002)
+
+    def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
+        rows: list[pa.RecordBatch] = []
+        for writer, position in pointers:
+            for batch in self._book.get(writer, []):
+                first = batch.column("position")[0].as_py()
+                if first <= position < first + batch.num_rows:
+                    rows.append(batch.slice(position - first, 1))
+                    break
+            else:
+                raise KeyError(f"no event at position {position} of writer {writer!r}")
+        return pa.Table.from_batches(rows, SCHEMA)
+
+    def close(self) -> None:
+        self._is_closed = True
