@@ -10,7 +10,8 @@
     ├── SessionEnded        410 the episode is closed
     ├── Busy                429 no capacity; carries retry_after_s
     ├── EngineFailed        502 the engine answered nonsense or broke off
-    └── EngineUnavailable   503 the engine is down or restarting; carries retry_after_s
+    ├── EngineUnavailable   503 the engine is down or restarting; carries retry_after_s
+    └── NotRecorded         503 the answer could not be made durable, so nobody gets it
 
 Every message says what was expected, what came and what to do.
 """
@@ -96,3 +97,10 @@ class EngineUnavailable(ProxyError):
 
     status = 503
     code = "engine_unavailable"
+
+
+class NotRecorded(ProxyError):
+    """The answer could not be made durable, so nobody gets it. Asking again does not help."""
+
+    status = 503
+    code = "not_recorded"

@@ -29,11 +29,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
     top_logprobs: int = 0
     store: bool = True  # False: answer, do not train on it
-    parent_id: str | None = None  # the client named its parent (previous_response_id, thread)
+    interaction_id: str | None = None  # the id that the answer gets, since streams show it before there is one
+    # The client named its parent (previous_response_id): `messages` are then only those after the parent's reply, led by
+    # a system message that replaces the parent's, if any.
+    parent_id: str | None = None
     idempotency_key: str | None = None
     body_sha256: str | None = None
     response_format: dict[str, Any] | None = None
     role: str | None = None  # which of several agents asks
+    max_total_tokens: int | None = None  # cap of prompt and answer together
+    template: dict[str, Any] = {}  # what the chat template is given besides messages and tools
     extra: dict[str, Any] = {}  # what the dialect needs to render its reply
 
 
