@@ -272,6 +272,7 @@ class TrainConfig(Settings):
     total_train_epochs: int = 1  # passes over the training set
     total_train_steps: int | None = None  # stop here, if that is earlier
     tokenizer_path: str = ""  # folder or hub name; empty: actor.path
+    book: str | None = None  # folder of the book, which several runs may share; null: below the run's own folder
     write_scores: bool = True  # write the learner's logprobs and entropies back to the book
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
@@ -302,7 +303,7 @@ class TrainConfig(Settings):
     @property
     def book_path(self) -> str:
         """The run's book."""
-        return f"{self.run_path}/book"
+        return self.book or f"{self.run_path}/book"
 
     @property
     def groups_per_step(self) -> int:
