@@ -17,7 +17,7 @@ Tool = dict[str, Any]
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, whatever API it came by."""
 
-    dialect: str  # chat | responses | messages | completions
+    dialect: str  # chat | responses | messages | completions (one message, its content is the raw prompt)
     messages: list[Message]
     tools: list[Tool] = []
     tool_choice: str | dict[str, Any] = "auto"  # auto | none | required | {"type": "function", ...}
@@ -30,10 +30,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     store: bool = True  # False: answer, do not train on it
     interaction_id: str | None = None  # the id that the answer gets, since streams show it before there is one
-    # The client named its parent (previous_response_id): `messages` are then only those after the parent's reply, led by
-    # a system message that replaces the parent's, if any.
+    # The client named its parent (previous_response_id): `messages` are then only those after the parent's reply,
+    # led by a system message that replaces the parent's, if any.
     parent_id: str | None = None
     idempotency_key: str | None = None
+    is_retry: bool = False  # the client says that it has sent this before
     body_sha256: str | None = None
     response_format: dict[str, Any] | None = None
     role: str | None = None  # which of several agents asks
@@ -53,6 +54,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A step of a streamed reply; at most one of text, reasoning, tool_* is new in it.
 
+    The first piece of a reply, and only it, has the interaction_id and the prompt's length; it says nothing else and
+    comes before the engine is asked, when nothing can be wrong with the request any more.
     token_ids and logprobs are those that came with it (empty while text is held back for a parser).
     tool_index is the place of the call in the reply; its first piece has id and name, later ones only arguments.
     """
@@ -65,6 +68,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_arguments: str = ""
     token_ids: list[int] = []
     logprobs: list[float] = []
+    interaction_id: str | None = None
+    prompt_tokens: int = 0
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
