@@ -1,6 +1,7 @@
 """The book: a durable, append-only log of what agents and learners did, and the tables computed from it."""
 
 from ._version import __version__
+from .directory import DirectoryLog, Repair
 from .errors import (
     BadEvent,
     BadSelection,
@@ -46,6 +47,7 @@ __all__ = [
     "BookNotFound",
     "BookTooNew",
     "Cursor",
+    "DirectoryLog",
     "EpisodeClosed",
     "EpisodeOpened",
     "Event",
@@ -60,6 +62,7 @@ __all__ = [
     "Messages",
     "PolicyPublished",
     "QueryRefused",
+    "Repair",
     "RewardGiven",
     "RunStarted",
     "StoreError",

@@ -330,17 +330,37 @@ def _offsets(arrays: "list[npt.NDArray[Any] | None]") -> tuple[npt.NDArray[np.in
     return offsets, np.fromiter((a is None for a in arrays), np.bool_, len(arrays))
 
 
-def _list_column(arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
+def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
     offsets, missing = _offsets(arrays)
-    present = [a for a in arrays if a is not None]
-    values = np.concatenate(present).astype(dtype, copy=False) if present else np.empty(0, dtype)
+    present = [a for a in arrays if a is not None and len(a)]
+    values = np.concatenate(present) if present else np.empty(0, dtype)
+    if values.dtype != dtype:
+        narrow = values.astype(dtype) if np.can_cast(values.dtype, dtype, "same_kind") else None
+        if narrow is None or (np.issubdtype(dtype, np.integer) and not np.array_equal(narrow, values)):
+            raise BadEvent(f"{name} must be {np.dtype(dtype)} numbers, got {values.dtype} that do not fit")
+        values = narrow
     return pa.ListArray.from_arrays(
         pa.array(offsets), pa.array(values), mask=pa.array(missing) if missing.any() else None
     )
 
 
 def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
-    """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`. Does not check them."""
+    """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`.
+
+    Leaves `check` to the caller; raises BadEvent for what cannot be stored at all: a fact that is no JSON, text that
+    is no UTF-8, tokens that are no int32.
+    """
+    try:
+        batch = _to_batch(events, writer, first_position)
+        batch.validate(full=True)  # UTF-8 above all
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, BadEvent):
+            raise
+        raise BadEvent(f"an event cannot be stored: {error}") from error
+    return batch
+
+
+def _to_batch(events: "list[Event]", writer: str, first_position: int) -> pa.RecordBatch:
     n = len(events)
     return pa.RecordBatch.from_arrays(
         [
@@ -355,11 +375,11 @@ def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.R
             pa.array(np.fromiter((e.recorded_at for e in events), np.int64, n)).view(SCHEMA.field("recorded_at").type),
             pa.array([_encoder.encode(e.fact) for e in events], pa.binary()).view(pa.string()),
             pa.array([e.messages for e in events], pa.binary()).view(pa.string()),
-            _list_column([e.prompt_ids for e in events], np.int32),
-            _list_column([e.output_ids for e in events], np.int32),
-            _list_column([e.logprobs for e in events], np.float32),
-            _list_column([e.versions for e in events], np.int32),
-            _list_column([e.entropies for e in events], np.float32),
+            _list_column("prompt_ids", [e.prompt_ids for e in events], np.int32),
+            _list_column("output_ids", [e.output_ids for e in events], np.int32),
+            _list_column("logprobs", [e.logprobs for e in events], np.float32),
+            _list_column("versions", [e.versions for e in events], np.int32),
+            _list_column("entropies", [e.entropies for e in events], np.float32),
         ],
         schema=SCHEMA,
     )

@@ -44,17 +44,19 @@ class MemoryLog:
             if self._is_closed:
                 raise LogClosed(f"log of writer {self._writer!r} is closed; open the book again to append")
             fresh: list[Event] = []
+            taken: dict[bytes, int] = {}
             positions: list[int] = []
             for event in events:
-                position = self._seen.get(event.event_id)
+                position = self._seen.get(event.event_id, taken.get(event.event_id))
                 if position is None:
-                    position = self._seen[event.event_id] = self._next + len(fresh)
+                    position = taken[event.event_id] = self._next + len(fresh)
                     fresh.append(event)
                 positions.append(position)
             if fresh:
                 batch = to_batch(fresh, writer=self._writer, first_position=self._next)
                 self._book[self._writer].append(batch)
                 self._next += len(fresh)
+                self._seen.update(taken)
             return positions
 
     def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
