@@ -215,12 +215,15 @@ class Messages(msgspec.Struct, frozen=True, omit_defaults=True):
     reply: the assistant message we answered, in chat-completions form.
     tools: the tool list of the request; None where it is the parent's.
     resent: the parent's reply as the client sent it back, where that differs from what we answered.
+    kept: leading messages of the parent (its request, then its reply) that this one begins with, where not all:
+        0 after compaction or under another system prompt; all but the reply for a retry.
     """
 
     request: list[dict[str, Any]]
     reply: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
     resent: dict[str, Any] | None = None
+    kept: int | None = None
 
 
 _NO_INTS: Int32s = np.empty(0, np.int32)
