@@ -1,0 +1,77 @@
+"""Settings of rollouts, agents and datasets. The names are those that AReaL's users know.
+
+A setting sits here if this room reads it. Unknown keys are refused; lengths are in what the name says.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How agents run and how their conversations are read."""
+
+    mode: Literal["inline", "subproc", "command", "online"] = "inline"
+    """inline: in this process. subproc: a pool of worker processes. command: any program. online: a person's app."""
+    tool_call_parser: str | None = None
+    """Which syntax the model's tool calls have; None: told from the chat template."""
+    reasoning_parser: str | None = None
+    """Which syntax the model's reasoning has; None: told from the chat template."""
+    chat_template_type: Literal["hf", "concat"] = "hf"
+    """hf: the prompt follows the template, even where it rewrites history. concat: history keeps its exact tokens."""
+    export_style: Literal["individual", "concat"] = "individual"
+    """individual: every interaction is a sample. concat: each token-exact path is one."""
+    turn_discount: float = 1.0
+    """How much of a reward reaches the turn before it."""
+    subproc_max_workers: int = 4
+    """Worker processes of the subproc mode, kept warm."""
+    session_timeout_seconds: float = 3600.0
+    """An episode that takes longer has failed."""
+    admin_api_key: str = "areal-admin-key"
+    """Key of the routes that start sessions."""
+    max_attempts: int = 1
+    """Tries per sample. A failed try stays in the book with its number; more than 1 hides how often an agent fails."""
+    command: list[str] | None = None
+    """Program and arguments of the command mode."""
+
+
+class RolloutConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How many groups are generated at once and how far ahead of the learner."""
+
+    backend: str = "embedded"
+    """The engine, with its own flags after it."""
+    max_concurrent_rollouts: int | None = None
+    """Groups that run at once (C); None: as many as `consumer_batch_size` times `max_head_offpolicyness + 1`."""
+    queue_size: int | None = None
+    """Kept for AReaL configs: finished groups wait in the book, which has no bound."""
+    consumer_batch_size: int = 1
+    """Groups that the learner takes in one step (B)."""
+    max_head_offpolicyness: int = 0
+    """Versions that a group may begin ahead of the learner (eta); 0: generate, train, generate."""
+    request_timeout: float = 3600.0
+    """Seconds for one model call."""
+    dump_to_file: bool = False
+    """Kept for AReaL configs: everything is in the book already."""
+    agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
+
+    @property
+    def concurrency(self) -> int:
+        """C of the capacity formula."""
+        if self.max_concurrent_rollouts is not None:
+            return max(1, self.max_concurrent_rollouts)
+        return max(1, self.consumer_batch_size) * (self.max_head_offpolicyness + 1)
+
+
+class DatasetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Where rows come from."""
+
+    path: str
+    """A .jsonl, .json or .parquet file, a Hugging Face dataset id, or a function as `module:function`."""
+    type: str = "rl"
+    """Kept for AReaL configs: rows are prompts to act on, whatever this says."""
+    batch_size: int = 1
+    """Groups per training step."""
+    shuffle: bool = True
+    """A new order each epoch, a function of seed and epoch."""
+    max_length: int | None = None
+    """Rows whose messages have more tokens than this are left out; needs the tokenizer."""

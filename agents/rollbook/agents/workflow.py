@@ -1,0 +1,231 @@
+"""Turns whatever a person calls their agent into something the runner can run.
+
+`resolve` takes, in this order: a RolloutWorkflow instance, a RolloutWorkflow subclass (built with the keywords), an
+import string ("my_agent.MathAgent", "my_agent:MathAgent"), a class or an object with `run(data, **extra)`, a plain
+function of that shape. An agent is built once and serves every episode, so what it keeps on itself stays. Code that
+blocks runs in threads of its own.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from .errors import Rejected, WorkflowError
+from .threads import in_thread, in_thread_loop
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an episode's model calls go. `base_url` ends in /v1; `api_key` belongs to this episode alone."""
+
+    session_id: str
+    api_key: str
+    base_url: str
+
+
+class EpisodeEngine:
+    """What a RolloutWorkflow gets as its engine: where the episode's calls go, and what its clients reward.
+
+    rewards: by interaction id, as given by the clients' `set_reward`; the runner puts them into the book.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.rewards: dict[str, float] = {}
+
+
+class RolloutWorkflow(ABC):
+    """An agent that drives the model through a client of its own, as AReaL's direct mode does."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: EpisodeEngine, data: dict[str, Any]) -> Any:
+        """Run one episode. Returns interactions (`client.export_interactions()`), a reward, or None to reject it."""
+
+
+class Workflow:
+    """A resolved agent: `await workflow.run(data, session)` gives whatever the person's code returned."""
+
+    def __init__(self, name: str, call: Callable[..., Any], kind: Literal["async", "sync", "episode"]) -> None:
+        self.name = name
+        self.kind = kind
+        self._call = call
+        self._takes = _accepted_keywords(call)
+        self.is_moved = False  # blocking async code was seen: run it in threads from now on
+
+    def __repr__(self) -> str:
+        return f"Workflow({self.name}, {self.kind}{', in threads' if self.is_moved else ''})"
+
+    async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        """One episode. Raises what the agent raises."""
+        row = dict(data)  # an agent may write into its row; the next sample must not see it
+        if self.kind == "episode":
+            return await self._run_episode(row, session)
+        extra = {"base_url": session.base_url, "api_key": session.api_key, "http_client": None}
+        keywords = extra if self._takes is None else {k: v for k, v in extra.items() if k in self._takes}
+        if self.kind == "sync":
+            result = await in_thread(lambda: self._call(row, **keywords), name=self.name)
+            return await result if inspect.isawaitable(result) else result
+        if self.is_moved:
+            return await in_thread_loop(lambda: self._call(row, **keywords), name=self.name)
+        return await self._call(row, **keywords)
+
+    async def _run_episode(self, row: dict[str, Any], session: Session) -> Any:
+        engine = EpisodeEngine(session)
+        result = await self._call(engine, row)
+        if result is None:
+            raise Rejected(f"{self.name} returned None from arun_episode: it rejects this sample")
+        if engine.rewards:
+            return engine.rewards
+        is_numbers = not isinstance(result, Mapping) or all(isinstance(v, int | float) for v in result.values())
+        return result if is_numbers else None
+
+
+def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
+    """See the module's docstring. Raises WorkflowError with what is wrong and what would work."""
+    if workflow is None:
+        raise WorkflowError(
+            "workflow is None, which only the online mode takes; give an import string such as "
+            "'my_agent.MathAgent', a class or an object with `async def run(self, data, **extra_kwargs)`, or a function"
+        )
+    name = workflow if isinstance(workflow, str) else _name(workflow)
+    target = load(workflow) if isinstance(workflow, str) else workflow
+    if isinstance(target, Workflow):
+        return target
+    if inspect.isclass(target):
+        target = _build(name, target, workflow_kwargs)
+        workflow_kwargs = {}
+    elif workflow_kwargs and not inspect.isroutine(target):
+        raise WorkflowError(
+            f"workflow {name} is built already, so workflow_kwargs ({', '.join(workflow_kwargs)}) cannot reach it; "
+            "pass the class, or build it with them"
+        )
+    if isinstance(target, RolloutWorkflow) or inspect.iscoroutinefunction(getattr(target, "arun_episode", None)):
+        return Workflow(name, target.arun_episode, "episode")
+    if inspect.isroutine(target):
+        call = _with_keywords(target, workflow_kwargs)
+        return Workflow(name, call, "async" if inspect.iscoroutinefunction(inspect.unwrap(target)) else "sync")
+    run = getattr(target, "run", None)
+    if callable(run):
+        return Workflow(name, run, "async" if inspect.iscoroutinefunction(inspect.unwrap(run)) else "sync")
+    raise WorkflowError(
+        f"workflow {name} is a {type(target).__name__} without a `run` method; expected "
+        "`async def run(self, data, **extra_kwargs)` that returns a reward, or a RolloutWorkflow"
+    )
+
+
+def load(path: str) -> Any:
+    """What an import string names; the current directory is importable. Raises WorkflowError."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)  # stays: agents import lazily
+    module_path, colon, attributes = path.partition(":")
+    parts = module_path.split(".")
+    if not all(part.isidentifier() for part in [*parts, *(attributes.split(".") if colon else [])]):
+        raise WorkflowError(f"{path!r} is not an import path; expected one like 'my_agent.MathAgent'")
+    if colon:
+        found = _import(module_path, path)
+        rest = attributes.split(".")
+        known = module_path
+    else:
+        found, known, rest = _import(parts[0], path), parts[0], parts[1:]
+        while rest and inspect.ismodule(found) and not hasattr(found, rest[0]):
+            submodule = f"{known}.{rest[0]}"
+            if not hasattr(found, "__path__") or importlib.util.find_spec(submodule) is None:
+                break
+            found, known, rest = _import(submodule, path), submodule, rest[1:]
+    for part in rest:
+        if not hasattr(found, part):
+            names = [n for n in dir(found) if not n.startswith("_")]
+            close = difflib.get_close_matches(part, names, n=1)
+            where = getattr(found, "__file__", None)
+            raise WorkflowError(
+                f"workflow {path!r}: {known} has no {part!r}"
+                + (f" (it was imported from {where})" if where else "")
+                + (
+                    f"; did you mean {close[0]!r}?"
+                    if close
+                    else f"; it has {', '.join(names[:12]) or 'nothing public'}"
+                )
+            )
+        found, known = getattr(found, part), f"{known}.{part}"
+    if inspect.ismodule(found):
+        raise WorkflowError(f"workflow {path!r} is a module; name the class or function in it, as '{path}.MathAgent'")
+    return found
+
+
+def _import(module: str, path: str) -> Any:
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise WorkflowError(
+                f"workflow {path!r}: there is no module {error.name!r} in {os.getcwd()} or on PYTHONPATH; "
+                "start from the folder that holds it, or install it"
+            ) from error
+        raise WorkflowError(_import_story(module, path, error)) from error
+    except Exception as error:  # whatever the module's own code raises
+        raise WorkflowError(_import_story(module, path, error)) from error
+
+
+def _import_story(module: str, path: str, error: BaseException) -> str:
+    """The import's own traceback: frames of this file and of the import machinery say nothing."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
+    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
+    return f"workflow {path!r}: importing {module} failed:\n" + "".join(lines).rstrip()
+
+
+def _build(name: str, cls: type, kwargs: dict[str, Any]) -> Any:
+    if not (issubclass(cls, RolloutWorkflow) or callable(getattr(cls, "run", None)) or hasattr(cls, "arun_episode")):
+        raise WorkflowError(
+            f"workflow {name} is a class without a `run` method; expected "
+            "`async def run(self, data, **extra_kwargs)` that returns a reward, or a RolloutWorkflow"
+        )
+    try:
+        inspect.signature(cls).bind(**kwargs)
+    except TypeError as error:
+        raise WorkflowError(
+            f"workflow {name}{inspect.signature(cls)} cannot be built from workflow_kwargs {sorted(kwargs)}: {error}"
+        ) from error
+    except ValueError:
+        pass  # a signature that Python cannot tell
+    return cls(**kwargs)
+
+
+def _name(target: Any) -> str:
+    named = target if inspect.isclass(target) or inspect.isroutine(target) else type(target)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _with_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
+    if not keywords:
+        return function
+
+    def call(data: Any, **extra: Any) -> Any:
+        return function(data, **{**keywords, **extra})
+
+    call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return call
+
+
+def _accepted_keywords(call: Callable[..., Any]) -> frozenset[str] | None:
+    """Names that `call` takes by keyword after its data; None: any."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except ValueError:
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
