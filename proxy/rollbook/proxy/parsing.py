@@ -421,7 +421,7 @@ class Reader:
         parsers: Sequence[Parser] = (),
         keep_tokens: bool = False,
     ) -> None:
-        """parsers: each reads the text that the one before it left. keep_tokens: pieces carry token_ids and logprobs."""
+        """parsers: each reads what the one before it left as text. keep_tokens: pieces carry ids and logprobs."""
         self._stream = vocabulary.stream()
         self._parsers = parsers
         self._hidden = vocabulary.hidden([m for p in parsers for m in p.markers], stop_ids)
@@ -512,7 +512,9 @@ class Reader:
             self.is_stopped = True
             sure = min(places)
             tokens, end = next((t, c) for t, c in reversed(self._ends) if c <= begin + sure)
-            self.cut = Cut(tokens, (self._recent + self._unsure)[end - begin + len(self._recent) :][: begin + sure - end])
+            self.cut = Cut(
+                tokens, (self._recent + self._unsure)[end - begin + len(self._recent) :][: begin + sure - end]
+            )
         else:
             sure = len(self._unsure) - (0 if is_last else max(_held(self._unsure, s) for s in self._stop))
             if self._stream.is_between_characters:
@@ -521,7 +523,9 @@ class Reader:
         self._n_sure += sure
         known = next((i for i in range(len(self._ends) - 1, 0, -1) if self._ends[i][1] <= self._n_sure), 0)
         del self._ends[:known]
-        self._recent = (self._recent + said)[self._ends[0][1] - self._n_sure :] if self._ends[0][1] < self._n_sure else ""
+        self._recent = (
+            (self._recent + said)[self._ends[0][1] - self._n_sure :] if self._ends[0][1] < self._n_sure else ""
+        )
         return said
 
     def _parse(self, text: str) -> list[Segment]:
