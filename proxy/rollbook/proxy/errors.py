@@ -2,7 +2,8 @@
 
     ProxyError(status, code)
     ├── BadRequest          400 the body is not what the API takes, or asks for what this server does not do
-    │   └── ContextOverflow 400 prompt + one token does not fit; code `context_length_exceeded`
+    │   ├── ContextOverflow 400 prompt + one token does not fit; code `context_length_exceeded`
+    │   └── TooLarge        413 a body over the limit
     ├── Unauthorized        401 no key, or a key nobody issued
     ├── Forbidden           403 a good key on the wrong route
     ├── NotFound            404
@@ -41,6 +42,13 @@ class ContextOverflow(BadRequest):
     """The prompt and one more token do not fit the model's context."""
 
     code = "context_length_exceeded"
+
+
+class TooLarge(BadRequest):
+    """A body over the limit."""
+
+    status = 413
+    code = "request_too_large"
 
 
 class Unauthorized(ProxyError):

@@ -1,0 +1,66 @@
+"""Bodies of our own routes, for the server and its clients. AReaL's names, and ours beside them."""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class StartSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /rl/start_session. With `session_id` and `api_key` given, asking twice is asking once."""
+
+    task_id: str
+    group_id: str | None = None
+    attempt: int = 1
+    is_eval: bool = False
+    task: dict[str, Any] | None = None
+    run_id: str | None = None
+    api_key: str | None = None
+    session_id: str | None = None
+    refresh: bool | None = None  # an open session of this key is ended first; None: as the server is set
+    origin_interaction_id: str | None = None
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
+    api_key: str
+
+
+class SetReward(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /rl/set_reward.
+
+    Target: `interaction_id`; or the episode with target="episode"; or, with neither, the last interaction of the main
+    trajectory (see `Episode.last_main`). `session_id` lets an admin reward any session. The same `event_id` (32 hex
+    digits) twice is one reward.
+    """
+
+    reward: float
+    interaction_id: str | None = None
+    target: Literal["interaction", "episode"] | None = None
+    session_id: str | None = None
+    name: str = "reward"
+    weight: float = 1.0
+    source: str = "client"
+    start: int | None = None
+    end: int | None = None
+    details: dict[str, Any] | None = None
+    event_id: str | None = None
+
+
+class EndSession(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /rl/end_session. `session_id` lets an admin end any session."""
+
+    state: Literal["done", "failed", "abandoned"] = "done"
+    reason: str | None = None
+    session_id: str | None = None
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    interaction_count: int
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /rl/weights."""
+
+    path: str
+    version: int

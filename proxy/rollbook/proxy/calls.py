@@ -1,0 +1,284 @@
+"""Model calls in progress: who waits for which answer, and what happens when a client goes.
+
+A call lives on its own, apart from the connection that asked for it. Its client may go and come back within
+`grace_s` (SDKs re-post the same bytes after a time-out or a cut), and then it is the same call, with the same answer
+and ids. After that the engine is aborted, and the capture records what was sampled. Identical requests whose clients
+all wait are different calls: k samples. Nothing here knows a vendor's JSON.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from contextlib import aclosing
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from rollbook.store.errors import LogClosed, LogWriteFailed
+
+from .capture import Capture, Episode
+from .config import ServeConfig
+from .errors import Busy, EngineFailed, EngineUnavailable, NotRecorded, ProxyError, SessionEnded
+from .request import Piece, Reply, Request
+from .sessions import Session, Sessions
+
+_log = logging.getLogger("rollbook.proxy")
+
+_KEPT = 512
+"""Finished calls that a retry may still ask for, over all sessions."""
+
+
+class Call:
+    """One request on its way. `pieces` are (choice, piece) in order of arrival, kept for streams only."""
+
+    def __init__(self, session: Session, request: Request) -> None:
+        self.session = session
+        self.request = request
+        self.pieces: list[tuple[int, Piece]] = []
+        self.n_sent = 0  # pieces that a client has been sent
+        self.first: Piece | None = None  # has the interaction_id and prompt_tokens
+        self.replies: list[Reply | None] = [None] * request.n
+        self.error: ProxyError | None = None
+        self.is_done = False
+        self.is_delivered = False
+        self.has_gone = False  # aborted since nobody waited
+        self.clients: set[Client] = set()
+        self.ended = anyio.Event()
+        self._scope = anyio.CancelScope()
+
+    @property
+    def answer(self) -> list[Reply]:
+        """The replies of a call that is done and has no error."""
+        return [reply for reply in self.replies if reply is not None]
+
+    def delivered(self, choice: int) -> int:
+        """Output tokens of a choice that reached the client."""
+        return sum(len(piece.token_ids) for i, piece in self.pieces[: self.n_sent] if i == choice)
+
+    def _wake(self) -> None:
+        for client in self.clients:
+            client.wake()
+
+
+class Client:
+    """One connection that waits for a call."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.has_left = False
+        self.is_served = False  # got all of it
+        self._future: asyncio.Future[None] | None = None
+        call.clients.add(self)
+
+    def wake(self) -> None:
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the call has something new, or the connection is gone."""
+        self._future = asyncio.get_running_loop().create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def leave(self) -> None:
+        """The connection is gone. Twice is once."""
+        self.has_left = True
+        self.wake()
+
+
+class Calls:
+    """All calls of a server. Runs in a task group, which its owner opens and closes."""
+
+    def __init__(self, capture: Capture, sessions: Sessions, config: ServeConfig) -> None:
+        self._capture = capture
+        self._sessions = sessions
+        self._config = config
+        self._reopening = anyio.Lock()
+        self._tasks: TaskGroup | None = None
+        self._kept: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by body
+        self._named: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by idempotency key
+        self._running: set[Call] = set()
+        self._turns: dict[str, list[asyncio.Future[None]]] = {}
+
+    def open(self, tasks: TaskGroup) -> None:
+        self._tasks = tasks
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def begin(self, session: Session, request: Request, *, is_retry: bool = False) -> Client:
+        """Start a call, or join the one that this request repeats. Raises Busy."""
+        body = (session.episode_id, request.body_sha256 or "")
+        name = (session.episode_id, request.idempotency_key or "")
+        known = self._named.get(name) if name[1] else None
+        if known is not None and known.request.body_sha256 != request.body_sha256:
+            known = None  # the key was used for something else: a new call, under the key from now on
+        if known is None and body[1]:
+            same = self._kept.get(body)
+            if same is not None and (is_retry or (not same.clients and not same.is_delivered)):
+                known = same
+        if known is not None and not known.has_gone and known.error is None:
+            return Client(known)
+        if self._tasks is None:
+            raise EngineUnavailable("the server is stopping; come back when it runs again", retry_after_s=1)
+        if session.calls >= self._config.max_concurrent and session.waiting >= self._config.max_waiting:
+            raise Busy(
+                f"{session.calls} calls of this session are in progress and {session.waiting} wait, the most it may "
+                "have; wait for an answer",
+                retry_after_s=1,
+            )
+        call = Call(session, request)
+        client = Client(call)
+        for key, table in ((body, self._kept), (name, self._named)):
+            if key[1]:
+                table[key] = call
+                table.move_to_end(key)
+                if len(table) > _KEPT:
+                    self._forget_one(table)
+        self._running.add(call)
+        self._tasks.start_soon(self._run, call)
+        return client
+
+    def _forget_one(self, table: OrderedDict[tuple[str, str], Call]) -> None:
+        key = next((k for k, call in table.items() if call.is_done), None)
+        if key is not None:
+            del table[key]
+
+    def finish(self, client: Client) -> None:
+        """A connection is through with its call: it took the answer, or it left."""
+        call = client.call
+        call.clients.discard(client)
+        if client.is_served:
+            call.is_delivered = True
+            call.pieces.clear()
+            if call.request.is_stream:
+                # A retry after a delivered stream would need the pieces; it gets a new sample.
+                self._forget(call)
+        elif not call.clients and not call.is_done:
+            asyncio.get_running_loop().call_later(self._config.grace_s, self._abort_unless_awaited, call)
+
+    def _forget(self, call: Call) -> None:
+        for table, part in ((self._kept, call.request.body_sha256), (self._named, call.request.idempotency_key)):
+            key = (call.session.episode_id, part or "")
+            if table.get(key) is call:
+                del table[key]
+
+    def _abort_unless_awaited(self, call: Call) -> None:
+        if not call.clients and not call.is_done:
+            call.has_gone = True
+            self._forget(call)
+            call._scope.cancel()
+
+    async def stop_session(self, session: Session) -> None:
+        """End every call of a session, and wait until they are recorded; who waits gets SessionEnded."""
+        stopped = [c for c in self._running if c.session is session]
+        for call in stopped:
+            call.error = SessionEnded(f"session {session.episode_id} ended while this call was in progress")
+            call._scope.cancel()
+        for table in (self._kept, self._named):
+            for key in [k for k in table if k[0] == session.episode_id]:
+                del table[key]
+        for call in stopped:
+            await call.ended.wait()
+
+    async def _run(self, call: Call) -> None:
+        session = call.session
+        try:
+            with call._scope:
+                await self._take_turn(session)
+                try:
+                    await self._answer(call)
+                finally:
+                    self._give_turn(session)
+        except ProxyError as error:
+            call.error = error
+        except (LogWriteFailed, LogClosed) as error:
+            _log.error("an answer could not be recorded and was not given: %s", error)
+            call.error = NotRecorded(f"the answer could not be recorded, so it was not given: {error}")
+        except Exception:
+            _log.exception("a model call failed in a way that nobody foresaw")
+            call.error = EngineFailed("the call failed inside the server; its log says why")
+        finally:
+            if call._scope.cancelled_caught and call.error is None:
+                call.error = EngineUnavailable("the call was stopped before it was answered", retry_after_s=1)
+            call.is_done = True
+            self._running.discard(call)
+            if call.error is not None:
+                self._forget(call)
+            call.ended.set()
+            call._wake()
+
+    async def _answer(self, call: Call) -> None:
+        if call.request.n == 1:
+            await self._pump(call, 0, call.request)
+            return
+        one = msgspec.structs.replace(call.request, n=1)
+        failed: list[ProxyError] = []
+
+        async def pump(choice: int) -> None:
+            try:
+                await self._pump(call, choice, one)
+            except ProxyError as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            for choice in range(call.request.n):
+                tasks.start_soon(pump, choice)
+        if failed:
+            raise failed[0]
+
+    async def _pump(self, call: Call, choice: int, request: Request) -> None:
+        episode = call.session.episode or await self._reopen(call.session)
+        keeps = request.is_stream
+        items = self._capture.stream(episode, request, delivered=lambda: call.delivered(choice))
+        async with aclosing(items):  # type: ignore[type-var]
+            async for item in items:
+                if isinstance(item, Reply):
+                    if item.finish_reason == "abort":
+                        raise EngineUnavailable("the engine stopped before the answer was whole", retry_after_s=1)
+                    call.replies[choice] = item
+                elif call.first is None:
+                    call.first = item
+                    if keeps:
+                        call._wake()
+                elif keeps:
+                    call.pieces.append((choice, item))
+                    call._wake()
+        if call.replies[choice] is None:
+            raise EngineFailed("the engine ended without an answer")
+
+    async def _reopen(self, session: Session) -> Episode:
+        async with self._reopening:
+            return await anyio.to_thread.run_sync(self._sessions.episode_of, session)
+
+    async def _take_turn(self, session: Session) -> None:
+        if session.calls >= self._config.max_concurrent:
+            turn = asyncio.get_running_loop().create_future()
+            self._turns.setdefault(session.episode_id, []).append(turn)
+            session.waiting += 1
+            try:
+                await turn  # whoever gives it has counted us in
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._give_turn(session)
+                raise
+            finally:
+                session.waiting -= 1
+        else:
+            session.calls += 1
+
+    def _give_turn(self, session: Session) -> None:
+        waiting = self._turns.get(session.episode_id)
+        while waiting:
+            turn = waiting.pop(0)
+            if not turn.done():
+                turn.set_result(None)  # our place is theirs
+                return
+        self._turns.pop(session.episode_id, None)
+        session.calls -= 1

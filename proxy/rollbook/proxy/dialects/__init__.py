@@ -1,0 +1,220 @@
+"""Dialects: between a vendor's JSON and `Request`, `Piece`, `Reply`. One file each; none knows HTTP or the engine.
+
+A parameter that a dialect does not know is refused by its name. What it knows and cannot do is refused by its name.
+What changes nothing about an answer (metadata, cache hints) is taken and left alone.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from rollbook.proxy.config import GenerationHyperparameters
+from rollbook.proxy.errors import BadRequest, ProxyError
+from rollbook.proxy.request import Message, Piece, Reply, Request
+
+T = TypeVar("T")
+
+Spell = Callable[[int], bytes]
+"""The bytes that a token stands for."""
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dialect may ask of the server while it parses."""
+
+    defaults: GenerationHyperparameters
+    headers: Mapping[bytes, bytes]  # names in lower case
+
+
+class Streamer(Protocol):
+    """Renders one streamed answer. Every method returns whole SSE events; b"" for nothing."""
+
+    def begin(self, first: Piece) -> bytes:
+        """first has the interaction_id and prompt_tokens."""
+        ...
+
+    def piece(self, choice: int, piece: Piece) -> bytes: ...
+
+    def end(self, replies: list[Reply]) -> bytes: ...
+
+    def fail(self, error: ProxyError) -> bytes: ...
+
+
+class Dialect(Protocol):
+    """Implementations: chat, completions, responses, messages."""
+
+    name: str
+
+    def parse(self, body: bytes, context: Context) -> Request:
+        """Raises BadRequest, naming the parameter."""
+        ...
+
+    def render(self, request: Request, replies: list[Reply]) -> bytes: ...
+
+    def stream(self, request: Request) -> Streamer: ...
+
+    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
+        """Status and body of an error, as this vendor's SDKs expect them."""
+        ...
+
+
+_UNKNOWN = re.compile(r"unknown field `(.*?)`")
+_PLACE = re.compile(r" - at `\$\.?(.*?)`$")
+
+
+def decoder(type: type[T]) -> Callable[[bytes], T]:
+    """A JSON decoder that raises BadRequest, with the place in the body."""
+    decode = msgspec.json.Decoder(type).decode
+
+    def parse(body: bytes) -> T:
+        try:
+            return decode(body)
+        except msgspec.ValidationError as error:
+            raise _explain(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"the body is not JSON: {error}") from None
+        except RecursionError:
+            raise BadRequest("the body is nested too deeply") from None
+
+    return parse
+
+
+def _explain(text: str) -> BadRequest:
+    place = _PLACE.search(text)
+    param = place[1] if place else None
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        name = f"{param}.{unknown[1]}" if param else unknown[1]
+        return BadRequest(f"unknown parameter {name!r}; this server does not have it, so leave it out", param=name)
+    return BadRequest(f"{text[: place.start()] if place else text}{f' at {param!r}' if param else ''}", param=param)
+
+
+def refuse_unless(is_fine: bool, name: str, why: str) -> None:
+    """Refuse a parameter that this server knows and cannot do."""
+    if not is_fine:
+        raise BadRequest(f"{name} is not supported: {why}", param=name)
+
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def check_messages(messages: list[Message], where: str = "messages") -> None:
+    """Refuse what no chat template could be given, by place. Fields that nobody knows are fine."""
+    if not messages:
+        raise BadRequest(f"{where} must hold at least one message", param=where)
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            raise BadRequest(
+                f"{where}[{i}].role must be system, developer, user, assistant or tool, got {role!r}",
+                param=f"{where}[{i}].role",
+            )
+        content = message.get("content")
+        if content is not None and not isinstance(content, str):
+            check_parts(content, f"{where}[{i}].content")
+        if message.get("tool_calls"):
+            _check_tool_calls(message["tool_calls"], f"{where}[{i}].tool_calls")
+        if message.get("function_call"):
+            raise BadRequest(
+                f"{where}[{i}].function_call is not supported: use tool_calls", param=f"{where}[{i}].function_call"
+            )
+
+
+def check_parts(content: Any, where: str) -> None:
+    """Content that is a list: text parts only."""
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be a string or a list of parts, got {type(content).__name__}", param=where)
+    for j, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+            raise BadRequest(
+                f"{where}[{j}] of type {kind!r} is not supported: this server takes text, no images, audio or files",
+                param=f"{where}[{j}]",
+            )
+        text = part.get("refusal" if kind == "refusal" else "thinking" if kind == "thinking" else "text", "")
+        if text is not None and not isinstance(text, str):
+            raise BadRequest(f"{where}[{j}] must have a text that is a string", param=f"{where}[{j}]")
+
+
+def _check_tool_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise BadRequest(f"{where} must be a list, got {type(calls).__name__}", param=where)
+    for j, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("arguments", ""), str | None)
+        ):
+            raise BadRequest(
+                f"{where}[{j}] must be {{id, type: 'function', function: {{name, arguments: text}}}}",
+                param=f"{where}[{j}]",
+            )
+
+
+def check_tools(tools: list[dict[str, Any]]) -> None:
+    """Function tools in chat-completions form."""
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise BadRequest(
+                f"tools[{i}] of type {tool.get('type')!r} is not supported: only 'function'", param=f"tools[{i}].type"
+            )
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(f"tools[{i}].function must have a name", param=f"tools[{i}].function")
+        if not isinstance(function.get("parameters"), dict | None):
+            raise BadRequest(f"tools[{i}].function.parameters must be a JSON schema", param=f"tools[{i}].function")
+
+
+def check_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> str | dict[str, Any]:
+    """auto, none, required, or one function by name, which must be among the tools."""
+    if choice is None:
+        return "auto"
+    wrong = BadRequest(
+        f"tool_choice must be auto, none, required or one function of the tools, got {choice!r}", param="tool_choice"
+    )
+    if isinstance(choice, str):
+        if choice not in ("auto", "none", "required"):
+            raise wrong
+        if choice == "required" and not tools:
+            raise BadRequest("tool_choice is 'required' but there are no tools", param="tool_choice")
+        return choice
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or all(tool["function"]["name"] != name for tool in tools):
+        raise wrong
+    return {"type": "function", "function": {"name": name}}
+
+
+def refuse_as_openai(error: ProxyError) -> tuple[int, bytes]:
+    """OpenAI's error body."""
+    return error.status, msgspec.json.encode({"error": openai_error(error)})
+
+
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+
+def openai_error(error: ProxyError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    other = "invalid_request_error" if error.status < 500 else "server_error"
+    return {
+        "message": error.message,
+        "type": _OPENAI_TYPES.get(error.status, other),
+        "param": error.param,
+        "code": error.code,
+    }
+
+
+def stop_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    """One stop string or several; None where the request says nothing."""
+    if stop is None:
+        return None
+    return (stop,) if isinstance(stop, str) else tuple(stop)

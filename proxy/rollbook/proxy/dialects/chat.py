@@ -1,0 +1,291 @@
+"""OpenAI chat completions: POST /chat/completions."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from rollbook.proxy.config import Asked, settle
+from rollbook.proxy.errors import BadRequest, ProxyError
+from rollbook.proxy.request import Piece, Reply, Request, ToolCall
+
+from . import (
+    Context,
+    Spell,
+    check_messages,
+    check_tool_choice,
+    check_tools,
+    decoder,
+    openai_error,
+    refuse_as_openai,
+    refuse_unless,
+    stop_strings,
+)
+
+_encode = msgspec.json.Encoder().encode
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the API takes."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logprobs: bool | None = None
+    reasoning_effort: str | None = None
+    store: bool | None = None
+    # They change nothing about an answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+    # Known, and refused where they ask for something.
+    top_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    modalities: list[str] | None = None
+    audio: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    # The names that vLLM and SGLang have for what OpenAI's API has no word for.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+
+
+_decode = decoder(Body)
+
+
+class Chat:
+    """See `dialects.Dialect`."""
+
+    name = "chat"
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+
+    def parse(self, body: bytes, context: Context) -> Request:
+        asked = _decode(body)
+        check_messages(asked.messages)
+        tools = asked.tools or []
+        check_tools(tools)
+        refuse_unless(asked.modalities in (None, ["text"]), "modalities", "answers are text")
+        refuse_unless(not asked.audio, "audio", "answers are text")
+        refuse_unless(not asked.prediction, "prediction", "the policy samples every token")
+        refuse_unless(asked.web_search_options is None, "web_search_options", "the model answers alone")
+        refuse_unless(not asked.functions, "functions", "use tools")
+        refuse_unless(not asked.function_call, "function_call", "use tool_choice")
+        refuse_unless(not asked.logit_bias, "logit_bias", "tokens are drawn as the policy says")
+        refuse_unless(not asked.top_logprobs, "top_logprobs", "engines report the logprob of the sampled token only")
+        if asked.n is not None and not 1 <= asked.n <= 128:
+            raise BadRequest(f"n must be between 1 and 128, got {asked.n}", param="n")
+        form = asked.response_format
+        if form is not None and form.get("type") not in ("text", "json_object", "json_schema"):
+            raise BadRequest(
+                f"response_format.type must be text, json_object or json_schema, got {form.get('type')!r}",
+                param="response_format",
+            )
+        sampling, stop = settle(
+            Asked(
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_k=asked.top_k,
+                min_p=asked.min_p,
+                max_tokens=asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
+                min_tokens=asked.min_tokens,
+                seed=asked.seed,
+                stop=stop_strings(asked.stop),
+                stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
+                frequency_penalty=asked.frequency_penalty,
+                presence_penalty=asked.presence_penalty,
+                repetition_penalty=asked.repetition_penalty,
+            ),
+            context.defaults,
+        )
+        template = asked.chat_template_kwargs or {}
+        if asked.reasoning_effort is not None:
+            template = {"reasoning_effort": asked.reasoning_effort, **template}
+        if asked.parallel_tool_calls is False:
+            template = {"parallel_tool_calls": False, **template}
+        return Request(
+            dialect=self.name,
+            messages=asked.messages,
+            tools=tools,
+            tool_choice=check_tool_choice(asked.tool_choice, tools),
+            model=asked.model or "default",
+            sampling=sampling,
+            stop=stop,
+            n=asked.n or 1,
+            is_stream=bool(asked.stream),
+            wants_logprobs=bool(asked.logprobs),
+            store=asked.store is not False,
+            response_format=None if form is None or form["type"] == "text" else form,
+            max_total_tokens=context.defaults.max_tokens,
+            template=template,
+            extra={
+                "include_usage": bool(asked.stream and asked.stream_options and asked.stream_options.include_usage),
+                "return_token_ids": bool(asked.return_token_ids),
+            },
+        )
+
+    def render(self, request: Request, replies: list[Reply]) -> bytes:
+        first = replies[0]
+        answer: dict[str, Any] = {
+            "id": first.interaction_id,
+            "object": "chat.completion",
+            "created": first.created,
+            "model": first.model,
+            "choices": [self._choice(request, i, reply) for i, reply in enumerate(replies)],
+            "usage": usage(replies),
+        }
+        if request.extra.get("return_token_ids"):
+            answer["prompt_token_ids"] = first.prompt_ids
+        return _encode(answer)
+
+    def _choice(self, request: Request, index: int, reply: Reply) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [tool_call(call) for call in reply.tool_calls]
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason(reply),
+        }
+        if request.wants_logprobs:
+            choice["logprobs"] = {"content": self.logprobs(reply.output_ids, reply.logprobs), "refusal": None}
+        if request.extra.get("return_token_ids"):
+            choice["token_ids"] = reply.output_ids
+        if request.n > 1:
+            choice["interaction_id"] = reply.interaction_id  # each sample is its own interaction
+        return choice
+
+    def logprobs(self, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+        content = []
+        for token, logprob in zip(ids, logprobs, strict=True):
+            spelt = self._spell(token)
+            text = spelt.decode("utf-8", "replace")
+            content.append({"token": text, "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
+        return content
+
+    def stream(self, request: Request) -> "ChatStream":
+        return ChatStream(self, request)
+
+    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
+        return refuse_as_openai(error)
+
+
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    """A call in chat-completions form."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def finish_reason(reply: Reply) -> str:
+    """stop, length or tool_calls."""
+    return "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+
+def usage(replies: list[Reply]) -> dict[str, Any]:
+    """Tokens of the prompt (once) and of all answers."""
+    prompt = replies[0].prompt_tokens
+    output = sum(len(reply.output_ids) for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+class ChatStream:
+    """See `dialects.Streamer`. Chunks are put together from bytes: there may be one per token."""
+
+    def __init__(self, chat: Chat, request: Request) -> None:
+        self._chat = chat
+        self._request = request
+        self._head = b""
+        self._tail = b'],"usage":null}\n\n' if request.extra.get("include_usage") else b"]}\n\n"
+
+    def _chunk(self, choice: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+        return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._head,
+            choice,
+            delta,
+            logprobs,
+            finish,
+            self._tail,
+        )
+
+    def begin(self, first: Piece) -> bytes:
+        head = {
+            "id": first.interaction_id,
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": self._request.model,
+        }
+        self._head = b'data: %b,"choices":[' % _encode(head)[:-1]
+        return b"".join(
+            self._chunk(i, b'{"role":"assistant","content":"","refusal":null}') for i in range(self._request.n)
+        )
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        logprobs = b"null"
+        if self._request.wants_logprobs and piece.token_ids:
+            logprobs = _encode({"content": self._chat.logprobs(piece.token_ids, piece.logprobs), "refusal": None})
+        if piece.text:
+            delta = b'{"content":%b}' % _encode(piece.text)
+        elif piece.reasoning:
+            delta = b'{"reasoning_content":%b}' % _encode(piece.reasoning)
+        elif piece.tool_index is not None:
+            call: dict[str, Any] = {"index": piece.tool_index}
+            function: dict[str, Any] = {"arguments": piece.tool_arguments}
+            if piece.tool_id is not None:
+                call |= {"id": piece.tool_id, "type": "function"}
+                function["name"] = piece.tool_name
+            call["function"] = function
+            delta = b'{"tool_calls":[%b]}' % _encode(call)
+        elif logprobs != b"null":
+            delta = b'{"content":""}'
+        else:
+            return b""
+        return self._chunk(choice, delta, logprobs)
+
+    def end(self, replies: list[Reply]) -> bytes:
+        parts = [self._chunk(i, b"{}", finish=_encode(finish_reason(reply))) for i, reply in enumerate(replies)]
+        if self._request.extra.get("include_usage"):
+            parts.append(b'%b],"usage":%b}\n\n' % (self._head, _encode(usage(replies))))
+        parts.append(b"data: [DONE]\n\n")
+        return b"".join(parts)
+
+    def fail(self, error: ProxyError) -> bytes:
+        return b"data: %b\n\n" % _encode({"error": openai_error(error)})

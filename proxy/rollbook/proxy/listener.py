@@ -1,0 +1,93 @@
+"""uvicorn with what it lacks against broken or hostile clients: limits on headers, and on the time to send them."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_S = 15.0
+"""How long a client may take over a request's headers."""
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. Its headers have a limit, and a time that `sweep` looks at: no timer per request."""
+
+    max_header_bytes = 64 << 10
+    headers_since: float | None = None  # monotonic; None while no headers are due
+    _header_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.headers_since = time.monotonic()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        if self.headers_since is None:
+            self.headers_since = time.monotonic()
+
+    def on_url(self, url: bytes) -> None:
+        self._header_bytes += len(url)
+        if self._header_bytes <= self.max_header_bytes:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + 32
+        if self._header_bytes <= self.max_header_bytes:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.headers_since = None
+        if self._header_bytes > self.max_header_bytes:
+            raise ValueError("headers over the limit")  # the parser stops; `data_received` answers and closes
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._header_bytes > self.max_header_bytes and not self.transport.is_closing():
+            self.send_400_response("The request's headers are over the limit.")
+
+
+class Server(uvicorn.Server):
+    """A server inside a program that has its own signals."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_listening = anyio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_listening.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            late = time.monotonic() - HEADER_S
+            for connection in list(self.server_state.connections):
+                since = getattr(connection, "headers_since", None)
+                if since is not None and since < late:
+                    connection.transport.close()
+        return await super().on_tick(counter)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 is one that is free. Raises OSError, naming the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}; choose another") from error
+    return listening

@@ -1,0 +1,491 @@
+"""The HTTP surface: routes, who may use them, and the program that serves them.
+
+Model calls go straight through ASGI (`complete`): no framework object is made for them. All else are ordinary Litestar
+handlers. Every path is served bare and under /v1. Errors leave in the shape of the vendor whose route it is.
+"""
+
+import asyncio
+import gc
+import hashlib
+import ipaddress
+import logging
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import anyio
+import msgspec
+import uvicorn
+from litestar import Litestar, Request, Response, asgi, get, post
+from litestar.datastructures import State
+from litestar.di import NamedDependency, Provide
+from litestar.exceptions import HTTPException
+from litestar.params import FromPath
+
+from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError
+
+from .bodies import Ended, EndSession, SetReward, Started, StartSession, Weights
+from .calls import Calls, Client
+from .capture import Capture, CaptureSettings
+from .config import ServeConfig
+from .dialects import Context, Dialect, decoder, refuse_as_openai
+from .dialects.chat import Chat
+from .engine import Engine
+from .errors import BadRequest, Conflict, EngineFailed, Forbidden, NotFound, NotRecorded, ProxyError, TooLarge
+from .listener import Protocol, Server, bind
+from .sessions import Session, Sessions
+from .tokenizer import Tokenizer
+from .wire import JSON, SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body
+
+AnyRequest: TypeAlias = Request[Any, Any, Any]
+
+_log = logging.getLogger("rollbook.proxy")
+
+
+class Service:
+    """A server's parts and their life. Owns the engine; the log (and its book) stay the caller's.
+
+    Enter it with `async with`: the engine starts, and the sessions that the book has open are known again.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: Log,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: ServeConfig | None = None,
+        capture: CaptureSettings | None = None,
+        book: Any = None,
+    ) -> None:
+        config = config or ServeConfig()
+        self.admin_key = config.admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
+        if config.admin_key is not None and not is_loopback(config.host) and is_weak(config.admin_key):
+            raise ValueError(
+                f"the admin key is too weak to serve on {config.host}: give 24 or more random characters, "
+                "or none to get a random one"
+            )
+        self.log = log
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.config = config
+        self.book = book
+        self.capture = Capture(
+            log=log,
+            engine=engine,
+            tokenizer=tokenizer,
+            run_id=config.run_id,
+            settings=capture or CaptureSettings(model=config.model),
+        )
+        self.sessions = Sessions(log, self.capture, config, admin_key=self.admin_key)
+        self.calls = Calls(self.capture, self.sessions, config)
+        self.sessions.on_close = self.calls.stop_session
+        self.chat = Chat(self._spell)
+        self.started = time.time()
+        self._loading = anyio.Lock()
+        self._stack = AsyncExitStack()
+
+    def _spell(self, token: int) -> bytes:
+        return self.tokenizer.decode([token]).encode()
+
+    async def __aenter__(self) -> "Service":
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.engine)  # type: ignore[arg-type]
+            self.sessions.version = (await self.engine.health()).version
+            await anyio.to_thread.run_sync(self.sessions.remember)
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            self.calls.open(tasks)
+            tasks.start_soon(self._tidy)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _tidy(self) -> None:
+        """Close what nobody uses."""
+        while True:
+            await anyio.sleep(min(1.0, self.config.idle_s / 4))
+            for session in self.sessions.idle():
+                try:
+                    await self.sessions.end(session, "abandoned", f"idle for {self.config.idle_s:g} s")
+                except Exception as error:
+                    _log.error("session %s is idle but its end cannot be recorded: %s", session.episode_id, error)
+
+    async def load_weights(self, weights: Weights) -> int:
+        """Answer with these weights from now on. The same version twice is once. Raises Conflict for an older one."""
+        async with self._loading:
+            now = (await self.engine.health()).version
+            if weights.version < now:
+                raise Conflict(f"the engine has version {now}; a version only rises, got {weights.version}")
+            if weights.version > now:
+                await self.engine.load_weights(weights.path, weights.version)
+            self.sessions.version = weights.version
+            return weights.version
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that we listen on."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_weak(key: str) -> bool:
+    """Whether a key could be guessed."""
+    return len(key) < 24 or len(set(key)) < 8
+
+
+# Model calls
+
+
+async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer one model call, streamed or whole."""
+    client: Client | None = None
+    try:
+        if scope["method"] != "POST":
+            await answer(send, 405, dialect.refuse(BadRequest("this route takes POST"))[1], (JSON, (b"allow", b"POST")))
+            return
+        headers = dict(scope["headers"])
+        session = service.sessions.require_open(bearer(headers))
+        config = service.config
+        body = await read_body(headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        request = msgspec.structs.replace(
+            dialect.parse(body, Context(defaults=config.gconfig, headers=headers)),
+            body_sha256=hashlib.sha256(body).hexdigest(),
+            idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
+            is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
+        )
+        client = service.calls.begin(session, request)
+        await _serve_call(client, dialect, receive, send, stall_s=config.stall_s)
+    except ClientGone:
+        pass
+    except ProxyError as error:
+        status, refusal = dialect.refuse(error)
+        await answer(send, status, refusal, error_headers(error))
+    finally:
+        if client is not None:
+            service.calls.finish(client)
+
+
+async def _serve_call(client: Client, dialect: Dialect, receive: Receive, send: Send, *, stall_s: float) -> None:
+    """Give a call's answer to its client. Raises the call's error while nothing has been sent."""
+    call, request = client.call, client.call.request
+    watch = asyncio.ensure_future(receive())  # the next message of a whole request can only be that its client is gone
+    watch.add_done_callback(lambda _: client.leave())
+    try:
+        if not request.is_stream:
+            while not call.is_done and not client.has_left:
+                await client.wait()
+            if client.has_left:
+                return
+            if call.error is not None:
+                raise call.error
+            await answer(send, 200, dialect.render(request, call.answer))
+            client.is_served = True
+            return
+        while call.first is None and not call.is_done and not client.has_left:
+            await client.wait()
+        if client.has_left:
+            return
+        if call.first is None:
+            raise call.error or EngineFailed("the call ended without an answer")
+        stream = dialect.stream(request)
+        await send({"type": "http.response.start", "status": 200, "headers": SSE})
+        sent, out = 0, stream.begin(call.first)
+        while True:
+            # Look before sending, so that what came with the end goes out with it.
+            is_done, pieces = call.is_done, call.pieces[sent:]
+            out += b"".join(stream.piece(choice, piece) for choice, piece in pieces)
+            sent += len(pieces)
+            if is_done:
+                out += stream.end(call.answer) if call.error is None else stream.fail(call.error)
+            if out:
+                async with asyncio.timeout(stall_s):
+                    await send({"type": "http.response.body", "body": out, "more_body": not is_done})
+                out = b""
+                if not client.has_left:
+                    call.n_sent = max(call.n_sent, sent)
+            if is_done:
+                client.is_served = not client.has_left and call.error is None
+                return
+            if client.has_left:
+                return
+            if sent == len(call.pieces) and not call.is_done:
+                await client.wait()
+    except TimeoutError:
+        raise ClientGone from None  # it takes nothing any more
+    finally:
+        watch.cancel()
+
+
+def _service(scope: Scope) -> Service:
+    service: Service = scope["litestar_app"].state.service
+    return service
+
+
+@asgi(["/chat/completions", "/v1/chat/completions"], copy_scope=False)
+async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
+    """OpenAI chat completions."""
+    service = _service(scope)
+    await complete(service, service.chat, scope, receive, send)
+
+
+Served: TypeAlias = NamedDependency[Service]
+
+
+# Sessions
+
+
+def _key(request: AnyRequest) -> str | None:
+    return bearer(dict(request.scope["headers"]))
+
+
+_decode_start = decoder(StartSession)
+_decode_reward = decoder(SetReward)
+_decode_end = decoder(EndSession)
+_decode_weights = decoder(Weights)
+
+
+@post(["/grant_capacity", "/v1/grant_capacity"], status_code=200)
+async def grant_capacity(request: AnyRequest, service: Served) -> dict[str, int]:
+    """Add one permit."""
+    service.sessions.require_admin(_key(request))
+    return {"capacity": service.sessions.grant()}
+
+
+@post(["/rl/start_session", "/v1/rl/start_session"], status_code=200)
+async def start_session(request: AnyRequest, service: Served) -> Started:
+    """Open an episode and give its key."""
+    service.sessions.require_admin(_key(request))
+    return await service.sessions.start(_decode_start(await request.body()))
+
+
+@post(["/rl/set_reward", "/v1/rl/set_reward"], status_code=200)
+async def set_reward(request: AnyRequest, service: Served) -> dict[str, str | None]:
+    """Judge an interaction or an episode, open or ended."""
+    key = _key(request)
+    is_admin = service.sessions.is_admin(key)
+    body = _decode_reward(await request.body())
+    target = await service.sessions.reward(_session_meant(service, key, is_admin, body.session_id), body)
+    return {"message": "success", "interaction_id": target}
+
+
+@post(["/rl/end_session", "/v1/rl/end_session"], status_code=200)
+async def end_session(request: AnyRequest, service: Served) -> Ended:
+    """Close an episode. Twice is once."""
+    key = _key(request)
+    is_admin = service.sessions.is_admin(key)
+    body = _decode_end(await request.body() or b"{}")
+    session = _session_meant(service, key, is_admin, body.session_id)
+    return Ended(message="success", interaction_count=await service.sessions.end(session, body.state, body.reason))
+
+
+def _session_meant(service: Service, key: str | None, is_admin: bool, session_id: str | None) -> Session:
+    if is_admin and session_id is not None:
+        return service.sessions.by_id(session_id)
+    session = service.sessions.find(key)
+    if session_id is not None and session_id != session.episode_id:
+        raise Forbidden("a session's key speaks for its own session only; leave session_id out")
+    return session
+
+
+# The policy
+
+
+@post(["/rl/weights", "/v1/rl/weights"], status_code=200)
+async def post_weights(request: AnyRequest, service: Served) -> dict[str, int]:
+    """Answer with these weights from now on."""
+    service.sessions.require_admin(_key(request))
+    return {"version": await service.load_weights(_decode_weights(await request.body()))}
+
+
+@get(["/rl/weights", "/v1/rl/weights"])
+async def get_weights(request: AnyRequest, service: Served) -> dict[str, int]:
+    """The version that the engine has."""
+    service.sessions.require_admin(_key(request))
+    return {"version": (await service.engine.health()).version}
+
+
+@get(["/health", "/v1/health"])
+async def health(service: Served) -> Response[dict[str, Any]]:
+    """Whether the server answers; 503 while its engine does not."""
+    engine = await service.engine.health()
+    return Response(
+        {
+            "status": "ok" if engine.is_ready else "starting",
+            "reason": engine.reason,
+            "version": engine.version,
+            "run_id": service.config.run_id,
+            "sessions": len(service.sessions.open),
+            "calls": service.calls.running,
+            "engine": msgspec.to_builtins(engine),
+        },
+        status_code=200 if engine.is_ready else 503,
+    )
+
+
+@get(["/models", "/v1/models"])
+async def models(request: AnyRequest, service: Served) -> dict[str, Any]:
+    """The policy, under the name that the server gives it; requests may use any other."""
+    _require_any(request, service)
+    model = _model(service)
+    return {"object": "list", "data": [model], "has_more": False, "first_id": model["id"], "last_id": model["id"]}
+
+
+@get(["/models/{name:path}", "/v1/models/{name:path}"])
+async def model(request: AnyRequest, service: Served, name: FromPath[str]) -> dict[str, Any]:
+    """One model; there is one."""
+    _require_any(request, service)
+    if name.strip("/") != service.config.model:
+        raise NotFound(f"no model {name.strip('/')!r}; this server has {service.config.model!r}")
+    return _model(service)
+
+
+def _require_any(request: AnyRequest, service: Service) -> None:
+    key = _key(request)
+    if not service.sessions.is_admin(key):
+        service.sessions.find(key)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    began = datetime.fromtimestamp(int(service.started), UTC)
+    return {
+        "id": service.config.model,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "rollbook",
+        "type": "model",
+        "display_name": service.config.model,
+        "created_at": began.isoformat().replace("+00:00", "Z"),
+    }
+
+
+# The application
+
+
+def provide_service(state: State) -> Service:
+    """What route handlers get as `service`."""
+    service: Service = state.service
+    return service
+
+
+def refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
+    """Any error of a Litestar handler, in OpenAI's shape."""
+    if isinstance(error, HTTPException):
+        known = {404: NotFound, 405: BadRequest, 413: TooLarge}.get(error.status_code, BadRequest)
+        wrong = known(f"{request.method} {request.url.path}: {error.detail}")
+        wrong.status = error.status_code
+    elif isinstance(error, ProxyError):
+        wrong = error
+    elif isinstance(error, LogWriteFailed | LogClosed):
+        _log.error("a fact could not be recorded: %s", error)
+        wrong = NotRecorded(f"it could not be recorded, so it did not happen: {error}")
+    elif isinstance(error, StoreError):
+        wrong = BadRequest(str(error))
+    else:
+        _log.error("a request failed in a way that nobody foresaw", exc_info=error)
+        wrong = ProxyError("the server failed; its log says why")
+    status, content = refuse_as_openai(wrong)
+    headers = {name.decode(): value.decode() for name, value in error_headers(wrong)}
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+HANDLERS = [
+    chat_completions,
+    grant_capacity,
+    start_session,
+    set_reward,
+    end_session,
+    post_weights,
+    get_weights,
+    health,
+    models,
+    model,
+]
+
+
+def create_app(service: Service) -> Litestar:
+    """The ASGI application of a service, which must be entered before it is called."""
+    return Litestar(
+        HANDLERS,
+        state=State({"service": service}),
+        dependencies={"service": Provide(provide_service, sync_to_thread=False)},
+        exception_handlers={Exception: refuse},
+        request_max_body_size=service.config.max_body_bytes,
+        openapi_config=None,
+        logging_config=None,
+    )
+
+
+# The program
+
+
+@asynccontextmanager
+async def serve(service: Service) -> AsyncIterator[str]:
+    """Enter a service and serve it until left; gives the address, e.g. http://127.0.0.1:8000.
+
+    Leaving lets answers in progress finish for `stop_s`, then cuts them. Raises OSError if the address is taken.
+    """
+    config = service.config
+    listening = bind(config.host, config.port)
+    try:
+        host, port = listening.getsockname()[:2]
+        async with service:
+            server = Server(
+                uvicorn.Config(
+                    create_app(service),
+                    http=type("Protocol", (Protocol,), {"max_header_bytes": config.max_header_bytes}),
+                    ws="none",
+                    loop="none",
+                    lifespan="off",
+                    interface="asgi3",
+                    log_config=None,
+                    log_level="critical",
+                    access_log=False,
+                    proxy_headers=False,
+                    server_header=False,
+                    date_header=False,
+                    timeout_keep_alive=75,
+                    timeout_graceful_shutdown=max(1, round(config.stop_s)),
+                )
+            )
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_shielded, server, listening)
+                try:
+                    await server.is_listening.wait()
+                    yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+                finally:
+                    server.should_exit = True
+    finally:
+        listening.close()
+
+
+async def _shielded(server: Server, listening: socket.socket) -> None:
+    # A server that is cancelled would cut its clients off; it is told to stop instead.
+    with anyio.CancelScope(shield=True):
+        await server.serve([listening])
+
+
+async def serve_until_stopped(service: Service, *, announce: Callable[[str], None] = print) -> None:
+    """Serve until SIGINT or SIGTERM. For the program; `announce` is told the address."""
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with serve(service) as url:
+            # What is alive now stays: collections need not look at it again, and stay short.
+            gc.collect()
+            gc.freeze()
+            announce(url)
+            async for _ in signals:
+                return

@@ -1,0 +1,361 @@
+"""Sessions: the credential under which one episode speaks HTTP.
+
+A key opens exactly one episode at a time. Keys are known only by their sha256, here and in the book. Opening, rewarding
+and closing are appended to the log before they are answered, so a server that comes back knows every session again
+(`Sessions.remember`). Model calls after the end are refused; rewards after it are welcome.
+
+What a call says and what it costs is not known here: `calls.py` and `capture.py` see to that.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rollbook.store import EpisodeClosed, EpisodeOpened, Event, Log, RewardGiven, new_id
+from rollbook.store.events import EpisodeState, decode_fact, from_batch
+
+from .bodies import SetReward, Started, StartSession
+from .capture import Capture, Episode
+from .config import ServeConfig
+from .errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
+
+_ENDED_KEPT = 20_000
+"""How many ended sessions are told apart from keys that nobody issued."""
+
+
+class Session(msgspec.Struct, kw_only=True, eq=False):
+    """One episode and its key. `episode_id` is what HTTP calls session_id."""
+
+    episode_id: str
+    run_id: str
+    task_id: str
+    key: bytes | None  # sha256
+    state: EpisodeState | Literal["open"] = "open"
+    last_used: float
+    episode: Episode | None = None  # what the capture keeps of an open one
+    pointers: list[tuple[str, int]] = []  # where the book has the interactions of one that this server found there
+    interactions: tuple[str, ...] = ()  # of one that ended here
+    last_main: str | None = None
+    calls: int = 0  # model calls in progress
+    waiting: int = 0  # and those that wait for their turn
+
+
+def hash_key(key: str) -> bytes:
+    """What is kept of a key. Keys are random and long, so one round of sha256 is enough."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+class Sessions:
+    """All sessions of a server, and who may do what."""
+
+    def __init__(
+        self,
+        log: Log,
+        capture: Capture,
+        config: ServeConfig,
+        *,
+        admin_key: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._capture = capture
+        self._config = config
+        self._admin = hash_key(admin_key)
+        self._clock = clock
+        self._by_key: dict[bytes, Session] = {}
+        self._open: dict[str, Session] = {}
+        self._ended: OrderedDict[bytes, Session] = OrderedDict()
+        self._ended_ids: dict[str, Session] = {}
+        self._permits: list[float] = []  # when each is void, oldest first
+        self._busy_keys: dict[bytes, asyncio.Lock] = {}
+        self.on_close: Callable[[Session], Awaitable[None]] | None = None  # stops the calls of a session that ends
+        self.version: int | None = None  # of the policy that new episodes begin with
+
+    # Who asks
+
+    def is_admin(self, key: str | None) -> bool:
+        """Whether the key is the admin's. Raises Unauthorized without one."""
+        if key is None:
+            raise Unauthorized("expected `Authorization: Bearer KEY` or `x-api-key: KEY`; no key came")
+        return hmac.compare_digest(hash_key(key), self._admin)
+
+    def require_admin(self, key: str | None) -> None:
+        """Raises Unauthorized without a key, Forbidden with one that is not the admin's."""
+        if not self.is_admin(key):
+            raise Forbidden("this route needs the admin key; the key that came is not it")
+
+    def find(self, key: str | None) -> Session:
+        """The session of a key, open or ended. Raises Unauthorized, Forbidden for the admin key."""
+        if key is None:
+            raise Unauthorized("expected `Authorization: Bearer KEY` or `x-api-key: KEY`; no key came")
+        digest = hash_key(key)
+        session = self._by_key.get(digest) or self._ended.get(digest)
+        if session is not None and session.key is not None and hmac.compare_digest(session.key, digest):
+            return session
+        if hmac.compare_digest(digest, self._admin):
+            raise Forbidden(
+                "this route needs the key of a session; the admin key came. POST /rl/start_session gives one"
+            )
+        raise Unauthorized("no session has this key; POST /rl/start_session gives one")
+
+    def require_open(self, key: str | None) -> Session:
+        """The open session of a key. Raises what `find` does, and SessionEnded."""
+        session = self.find(key)
+        if session.state != "open":
+            raise SessionEnded(f"session {session.episode_id} is {session.state}; its data stays. Start a new one")
+        session.last_used = self._clock()
+        return session
+
+    def episode_of(self, session: Session) -> Episode:
+        """What the capture knows of a session's conversations; read from the book where it must be (blocking then)."""
+        if session.episode is None:
+            if session.pointers:
+                rows = self._log.gather(session.pointers).combine_chunks().to_batches()
+                events = [event for batch in rows for event in from_batch(batch)]
+                session.episode = self._capture.reopen(session.episode_id, events)
+                session.pointers = []
+            else:
+                session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
+        return session.episode
+
+    def by_id(self, session_id: str) -> Session:
+        """An open or recently ended session. Raises NotFound."""
+        session = self._open.get(session_id) or self._ended_ids.get(session_id)
+        if session is None:
+            raise NotFound(f"no session {session_id!r} on this server")
+        return session
+
+    @property
+    def open(self) -> list[Session]:
+        return list(self._open.values())
+
+    # Capacity
+
+    def grant(self) -> int:
+        """Add a permit, and return how many are free."""
+        self._permits.append(self._clock() + self._config.permit_s)
+        return self.capacity()
+
+    def capacity(self) -> int:
+        """Permits that are free now."""
+        now = self._clock()
+        while self._permits and self._permits[0] <= now:
+            self._permits.pop(0)
+        return len(self._permits)
+
+    # Life of a session
+
+    async def start(self, body: StartSession) -> Started:
+        """Open an episode. Raises BadRequest, Conflict, Busy."""
+        if not body.task_id:
+            raise BadRequest("task_id must not be empty", param="task_id")
+        key = body.api_key
+        if key is None:
+            key = "sk-rb-" + secrets.token_urlsafe(32)
+        elif len(key) < 8 or len(key) > 512 or not key.isascii() or not key.isprintable() or " " in key:
+            raise BadRequest("api_key must be 8 to 512 visible ASCII characters", param="api_key")
+        digest = hash_key(key)
+        if hmac.compare_digest(digest, self._admin):
+            raise BadRequest("api_key must not be the admin key", param="api_key")
+        lock = self._busy_keys.setdefault(digest, asyncio.Lock())
+        async with lock:
+            try:
+                return await self._start(body, key, digest)
+            finally:
+                self._busy_keys.pop(digest, None)
+
+    async def _start(self, body: StartSession, key: str, digest: bytes) -> Started:
+        held = self._by_key.get(digest)
+        if held is not None:
+            if body.session_id == held.episode_id:
+                return Started(session_id=held.episode_id, api_key=key)
+            if not (self._config.is_online if body.refresh is None else body.refresh):
+                raise Conflict(
+                    f"this api_key is bound to the open session {held.episode_id}; end that, or use another key"
+                )
+            await self.end(held, "done", "refreshed")
+        if body.session_id is not None and (body.session_id in self._open or body.session_id in self._ended_ids):
+            raise Conflict(f"session_id {body.session_id!r} is taken; leave it out to get a new one")
+        if len(self._open) >= self._config.max_sessions:
+            raise Busy(f"{len(self._open)} sessions are open, the most this server keeps", retry_after_s=5)
+        if self._config.needs_permit and not self.capacity():
+            raise Busy("no permit is free; POST /grant_capacity gives one", retry_after_s=1)
+        if self.capacity():
+            self._permits.pop(0)
+        session = Session(
+            episode_id=body.session_id or new_id("ep"),
+            run_id=body.run_id or self._config.run_id,
+            task_id=body.task_id,
+            key=digest,
+            last_used=self._clock(),
+        )
+        session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
+        await self._log.append(
+            Event(
+                run_id=session.run_id,
+                episode_id=session.episode_id,
+                fact=EpisodeOpened(
+                    task_id=body.task_id,
+                    group_id=body.group_id,
+                    attempt=body.attempt,
+                    is_eval=body.is_eval,
+                    version=self.version,
+                    task=body.task,
+                    key_sha256=digest.hex(),
+                    origin_interaction_id=body.origin_interaction_id,
+                ),
+            )
+        )
+        self._enter(session)
+        return Started(session_id=session.episode_id, api_key=key)
+
+    def _enter(self, session: Session) -> None:
+        self._open[session.episode_id] = session
+        if session.key is not None:
+            self._by_key[session.key] = session
+            forgotten = self._ended.pop(session.key, None)
+            if forgotten is not None and forgotten.episode_id != session.episode_id:
+                forgotten.key = None  # the key speaks for the new session; the old one stays known by its id
+
+    async def reward(self, session: Session, body: SetReward) -> str | None:
+        """Record a reward on an interaction (its id is returned) or on the episode (None). Raises BadRequest."""
+        if not math.isfinite(body.reward) or not math.isfinite(body.weight):
+            raise BadRequest(
+                f"reward and weight must be finite numbers, got {body.reward}, {body.weight}", param="reward"
+            )
+        if (body.start is None) != (body.end is None) or (
+            body.start is not None and body.end is not None and not 0 <= body.start < body.end
+        ):
+            raise BadRequest(f"a span must be 0 <= start < end, got [{body.start}, {body.end})", param="start")
+        target = self._target(session, body)
+        fact = RewardGiven(
+            value=body.reward,
+            name=body.name,
+            weight=body.weight,
+            source=body.source,
+            start=body.start,
+            end=body.end,
+            details=body.details,
+        )
+        event = Event(run_id=session.run_id, episode_id=session.episode_id, interaction_id=target, fact=fact)
+        if body.event_id is not None:
+            try:
+                event_id = bytes.fromhex(body.event_id)
+            except ValueError:
+                event_id = b""
+            if len(event_id) != 16:
+                raise BadRequest(f"event_id must be 32 hex digits, got {body.event_id!r}", param="event_id")
+            event = msgspec.structs.replace(event, event_id=event_id)
+        await self._log.append(event)
+        session.last_used = self._clock()
+        return target
+
+    def _target(self, session: Session, body: SetReward) -> str | None:
+        if body.target == "episode":
+            if body.interaction_id is not None:
+                raise BadRequest("give an interaction_id or target='episode', not both", param="target")
+            return None
+        has_ended = session.state != "open" and not session.pointers
+        known = session.interactions if has_ended else self.episode_of(session).nodes
+        if body.interaction_id is not None:
+            if body.interaction_id not in known:
+                raise BadRequest(
+                    f"session {session.episode_id} has no interaction {body.interaction_id!r}", param="interaction_id"
+                )
+            return body.interaction_id
+        last = session.last_main if has_ended else self.episode_of(session).last_main
+        if last is None:
+            raise BadRequest(
+                f"session {session.episode_id} has no interactions to reward; make a model call first, "
+                "or reward the episode with target='episode'",
+                param="interaction_id",
+            )
+        return last
+
+    async def end(self, session: Session, state: EpisodeState, reason: str | None = None) -> int:
+        """Close an episode and return how many interactions it has. Twice is once."""
+        if session.state != "open":
+            return len(session.interactions) or len(session.pointers)
+        session.state = state  # from here on no call begins
+        if self.on_close is not None:
+            await self.on_close(session)
+        episode = self.episode_of(session)
+        try:
+            await self._log.append(
+                Event(
+                    run_id=session.run_id,
+                    episode_id=session.episode_id,
+                    fact=EpisodeClosed(state=state, reason=reason),
+                )
+            )
+        except BaseException:
+            session.state = "open"
+            raise
+        session.interactions = tuple(episode.nodes)
+        session.last_main = episode.last_main
+        session.episode = None  # its tokens are in the book
+        self._leave(session)
+        return len(session.interactions)
+
+    def _leave(self, session: Session) -> None:
+        self._open.pop(session.episode_id, None)
+        if session.key is not None and self._by_key.get(session.key) is session:
+            del self._by_key[session.key]
+            self._ended[session.key] = session
+        self._ended_ids[session.episode_id] = session
+        while len(self._ended_ids) > _ENDED_KEPT:
+            old = self._ended_ids.pop(next(iter(self._ended_ids)))
+            if old.key is not None and self._ended.get(old.key) is old:
+                del self._ended[old.key]
+
+    def idle(self) -> list[Session]:
+        """Open sessions that nobody used for `idle_s`."""
+        limit = self._clock() - self._config.idle_s
+        return [s for s in self._open.values() if s.last_used < limit and not s.calls]
+
+    # Coming back
+
+    def remember(self) -> int:
+        """Know again, from the log, the sessions of this book; returns how many are open.
+
+        Blocking: it reads the log once. Interactions count from now on as used.
+        """
+        wanted = pa.array(["EpisodeOpened", "EpisodeClosed", "InteractionRecorded"])
+        known: dict[str, Session] = {}
+        closed: dict[str, EpisodeState] = {}
+        for batch in self._log.read():
+            rows = batch.filter(pc.is_in(batch.column("kind"), value_set=wanted))
+            columns = [rows.column(name).to_pylist() for name in ("writer", "position", "kind", "episode_id", "run_id")]
+            for i, (writer, position, kind, episode_id, run_id) in enumerate(zip(*columns, strict=True)):
+                if kind == "InteractionRecorded":
+                    if episode_id in known:
+                        known[episode_id].pointers.append((writer, position))
+                    continue
+                fact = decode_fact(kind, rows.column("payload")[i].as_py())
+                if isinstance(fact, EpisodeOpened):
+                    known[episode_id] = Session(
+                        episode_id=episode_id,
+                        run_id=run_id,
+                        task_id=fact.task_id,
+                        key=bytes.fromhex(fact.key_sha256) if fact.key_sha256 else None,
+                        last_used=self._clock(),
+                        pointers=[],
+                    )
+                elif isinstance(fact, EpisodeClosed):
+                    closed[episode_id] = fact.state
+        for episode_id, session in known.items():
+            self._enter(session)
+            if episode_id in closed:
+                session.state = closed[episode_id]
+                self._leave(session)
+        return len(self._open)

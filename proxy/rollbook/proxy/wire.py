@@ -1,0 +1,92 @@
+"""HTTP as the completion routes speak it: bare ASGI messages, read and written without a framework in between.
+
+Limits are kept here: body size and time, what a key looks like, how long a client may take nothing.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from typing import Any
+
+from .errors import BadRequest, ProxyError, TooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+JSON: Header = (b"content-type", b"application/json")
+SSE: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ClientGone(Exception):
+    """The connection closed before its request was whole."""
+
+
+def bearer(headers: Mapping[bytes, bytes]) -> str | None:
+    """The key that came: `Authorization: Bearer KEY` (in any case) or `x-api-key: KEY`."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer" or not key.strip():
+        key = headers.get(b"x-api-key", b"")
+    return key.strip().decode("latin-1") or None
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
+    """The whole request body. Raises TooLarge, BadRequest if it takes too long, ClientGone."""
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        raise BadRequest(f"content-encoding {encoding.decode('latin-1')!r} is not taken; send the body as it is")
+    length = headers.get(b"content-length", b"")
+    told = int(length) if length.isdigit() and len(length) < 20 else 0
+    if told > max_bytes:
+        raise TooLarge(f"the body has {told} bytes, the most is {max_bytes}; shorten the request")
+    try:
+        async with asyncio.timeout(seconds):
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                body: bytes = message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise TooLarge(f"the body has more than {max_bytes} bytes; shorten the request")
+                return body
+            parts: list[bytes] = []
+            size = 0
+            while True:
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+                if size > max_bytes:
+                    raise TooLarge(f"the body has more than {max_bytes} bytes; shorten the request")
+                if not message.get("more_body"):
+                    return b"".join(parts)
+                message = await receive()
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {seconds:g} s; send the request again") from None
+
+
+async def answer(send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+    """A whole answer at once."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_headers(error: ProxyError) -> list[Header]:
+    """Tell SDKs whether asking again can help, and when."""
+    can_retry = error.retry_after_s is not None
+    headers = [JSON, (b"x-should-retry", b"true" if can_retry else b"false")]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+        headers.append((b"retry-after-ms", b"%d" % round(error.retry_after_s * 1000)))
+    if error.status in (408, 413):
+        headers.append((b"connection", b"close"))  # what is left of the body is not wanted
+    return headers

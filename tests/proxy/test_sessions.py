@@ -1,0 +1,231 @@
+"""Sessions over HTTP: who may do what, what the book gets, and what a restart knows."""
+
+import hashlib
+
+import anyio
+import httpx
+import pytest
+
+from proxy_serving import said, serving
+from rollbook.proxy.client import ProxyClient
+from rollbook.proxy.config import ServeConfig
+from rollbook.proxy.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
+from rollbook.proxy.server import Service
+from rollbook.store import MemoryLog
+
+pytestmark = pytest.mark.anyio
+ADMIN = "admin-key-of-the-tests"
+
+
+def answer(_):
+    return said("ok")
+
+
+async def ask(served, key, text="hi", **body):
+    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        return await http.post(
+            "/v1/chat/completions",
+            headers={"authorization": f"Bearer {key}"},
+            json={"messages": [{"role": "user", "content": text}], **body},
+        )
+
+
+async def test_an_episode_is_opened_rewarded_and_closed_in_the_book():
+    async with serving(answer) as served:
+        client = served.client
+        started = await client.start_session("t1", group_id="g", attempt=2, task={"q": 1}, run_id="r")
+        said_id = (await ask(served, started.api_key)).json()["id"]
+        assert await client.set_reward(started.api_key, 0.5) == said_id
+        assert await client.set_reward(started.api_key, 1, name="style", interaction_id=said_id) == said_id
+        assert await client.set_reward(started.api_key, 2, target="episode") is None
+        assert await client.end_session(started.api_key) == 1
+        events = served.events()
+    assert [e.kind for e in events] == [
+        "EpisodeOpened",
+        "InteractionRecorded",
+        "RewardGiven",
+        "RewardGiven",
+        "RewardGiven",
+        "EpisodeClosed",
+    ]
+    assert {e.run_id for e in events} == {"r"}
+    assert {e.episode_id for e in events} == {started.session_id}
+    opened = events[0].fact
+    assert (opened.task_id, opened.group_id, opened.attempt, opened.task) == ("t1", "g", 2, {"q": 1})
+    assert opened.key_sha256 == hashlib.sha256(started.api_key.encode()).hexdigest()
+    assert started.api_key not in repr(events)
+    assert [(e.fact.value, e.interaction_id) for e in events[2:5]] == [(0.5, said_id), (1, said_id), (2, None)]
+
+
+async def test_after_the_end_calls_are_refused_and_rewards_are_welcome():
+    async with serving(answer) as served:
+        started = await served.client.start_session("t1")
+        await ask(served, started.api_key)
+        await served.client.end_session(started.api_key)
+        assert await served.client.end_session(started.api_key) == 1
+        refused = await ask(served, started.api_key)
+        assert refused.status_code == 410
+        assert refused.headers["x-should-retry"] == "false"
+        assert refused.json()["error"]["code"] == "session_ended"
+        assert await served.client.set_reward(started.api_key, 1) is not None
+        assert await served.client.set_reward(None, 2, session_id=started.session_id) is not None
+        assert [e.kind for e in served.events()].count("EpisodeClosed") == 1
+
+
+async def test_keys_open_only_their_own_doors():
+    async with serving(answer) as served:
+        started = await served.client.start_session("t1")
+        other = await served.client.start_session("t2")
+        async with ProxyClient(served.url, started.api_key) as no_admin, ProxyClient(served.url) as nobody:
+            with pytest.raises(Forbidden):
+                await no_admin.start_session("t")
+            with pytest.raises(Forbidden):
+                await no_admin.grant_capacity()
+            with pytest.raises(Forbidden):
+                await no_admin.end_session(None, session_id=other.session_id)
+            with pytest.raises(Unauthorized):
+                await nobody.grant_capacity()
+            with pytest.raises(Unauthorized):
+                await nobody.set_reward("sk-rb-nobody-issued-this", 1)
+        assert (await ask(served, ADMIN)).status_code == 403
+        assert (await ask(served, "sk-rb-nobody-issued-this")).status_code == 401
+        with pytest.raises(BadRequest):
+            await served.client.start_session("t", api_key=ADMIN)
+        with pytest.raises(NotFound):
+            await served.client.end_session(None, session_id="ep_unknown")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"authorization": "bEaReR {}"}, {"x-api-key": "{}"}, {"Authorization": "Bearer {}", "x-api-key": "other"}],
+)
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions"])
+async def test_a_key_may_come_in_either_header_on_either_path(headers, path):
+    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        started = await served.client.start_session("t1")
+        sent = {name: value.format(started.api_key) for name, value in headers.items()}
+        reply = await http.post(path, headers=sent, json={"messages": [{"role": "user", "content": "hi"}]})
+        assert reply.status_code == 200
+
+
+async def test_a_key_is_bound_to_one_open_session_and_free_after_it():
+    async with serving(answer) as served:
+        first = await served.client.start_session("t1", api_key="sk-rb-mine-mine")
+        with pytest.raises(Conflict):
+            await served.client.start_session("t2", api_key="sk-rb-mine-mine")
+        await served.client.end_session("sk-rb-mine-mine")
+        second = await served.client.start_session("t2", api_key="sk-rb-mine-mine")
+        assert first.session_id != second.session_id
+        assert (await ask(served, "sk-rb-mine-mine")).status_code == 200
+        assert await served.client.end_session(None, session_id=first.session_id) == 0
+        assert await served.client.end_session(None, session_id=second.session_id) == 1
+
+
+async def test_an_online_key_goes_from_session_to_session():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, is_online=True)) as served:
+        first = await served.client.start_session("t1", api_key="sk-rb-the-app")
+        second = await served.client.start_session("t1", api_key="sk-rb-the-app")
+        [closed] = served.events("EpisodeClosed")
+        assert closed.episode_id == first.session_id
+        assert (await ask(served, "sk-rb-the-app")).status_code == 200
+        [event] = served.events("InteractionRecorded")
+        assert event.episode_id == second.session_id
+
+
+async def test_starting_twice_with_the_same_ids_is_starting_once():
+    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        body = {"task_id": "t", "session_id": "ep_1", "api_key": "sk-rb-chosen"}
+        for _ in range(2):
+            reply = await http.post("/rl/start_session", headers={"x-api-key": ADMIN}, json=body)
+            assert reply.json() == {"session_id": "ep_1", "api_key": "sk-rb-chosen"}
+        assert len(served.events("EpisodeOpened")) == 1
+
+
+async def test_a_reward_sent_twice_is_given_once():
+    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        started = await served.client.start_session("t1")
+        await ask(served, started.api_key)
+        for _ in range(2):
+            reply = await http.post(
+                "/rl/set_reward", headers={"x-api-key": started.api_key}, json={"reward": 1, "event_id": "ab" * 16}
+            )
+            assert reply.status_code == 200
+        assert len(served.events("RewardGiven")) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"reward": 1},  # no interactions
+        {"reward": 1, "interaction_id": "chatcmpl-unknown"},
+        {"reward": "high"},
+        {"reward": 1, "start": 3, "end": 1, "target": "episode"},
+        {"reward": 1, "event_id": "short", "target": "episode"},
+        {"reward": 1, "target": "episode", "interaction_id": "x"},
+        {},
+        [],
+    ],
+)
+async def test_a_wrong_reward_is_refused_and_not_recorded(body):
+    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        started = await served.client.start_session("t1")
+        reply = await http.post("/rl/set_reward", headers={"x-api-key": started.api_key}, json=body)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert not served.events("RewardGiven")
+
+
+async def test_permits_gate_sessions_and_run_out():
+    config = ServeConfig(admin_key=ADMIN, needs_permit=True, permit_s=0.2)
+    async with serving(answer, config=config) as served:
+        with pytest.raises(Busy) as busy:
+            await served.client.start_session("t1")
+        assert busy.value.retry_after_s
+        assert await served.client.grant_capacity() == 1
+        assert await served.client.grant_capacity() == 2
+        await served.client.start_session("t1")
+        await anyio.sleep(0.25)
+        with pytest.raises(Busy):
+            await served.client.start_session("t2")
+
+
+async def test_an_idle_session_is_abandoned_with_its_data():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, idle_s=0.1)) as served:
+        started = await served.client.start_session("t1")
+        await ask(served, started.api_key)
+        await anyio.sleep(0.3)
+        [closed] = served.events("EpisodeClosed")
+        assert closed.fact.state == "abandoned"
+        assert (await ask(served, started.api_key)).status_code == 410
+        assert await served.client.set_reward(started.api_key, 1) is not None
+
+
+async def test_a_server_that_comes_back_knows_its_sessions():
+    log = MemoryLog()
+    async with serving(answer, log=log) as served:
+        going = await served.client.start_session("t1")
+        first = (await ask(served, going.api_key)).json()["id"]
+        ended = await served.client.start_session("t2")
+        await ask(served, ended.api_key)
+        await served.client.end_session(ended.api_key)
+    async with serving(answer, log=log) as served:
+        assert (await ask(served, ended.api_key)).status_code == 410
+        assert await served.client.set_reward(going.api_key, 1) == first
+        assert (await ask(served, going.api_key, "again")).status_code == 200
+        assert await served.client.end_session(going.api_key) == 2
+        assert await served.client.set_reward(ended.api_key, 1) is not None
+        with pytest.raises(SessionEnded):
+            served.service.sessions.require_open(ended.api_key)
+
+
+async def test_two_servers_never_give_the_same_admin_key():
+    first, second = (Service(log=MemoryLog(), engine=None, tokenizer=None) for _ in range(2))
+    assert first.admin_key != second.admin_key
+    assert len(first.admin_key) > 40
+
+
+def test_a_weak_admin_key_serves_loopback_only():
+    config = ServeConfig(host="0.0.0.0", admin_key="secret")
+    with pytest.raises(ValueError, match="too weak"):
+        Service(log=MemoryLog(), engine=None, tokenizer=None, config=config)
+    Service(log=MemoryLog(), engine=None, tokenizer=None, config=ServeConfig(admin_key="secret"))
