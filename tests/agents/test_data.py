@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.agents.config import DatasetConfig
 from rollbook.agents.data import get_custom_dataset, order, task_id_of, tasks_of, weights_from_sql
 from rollbook.agents.errors import DataError
 
@@ -18,7 +18,7 @@ ROWS = [{"messages": [{"role": "user", "content": f"{i}+{i}?"}], "answer": str(2
 
 
 def read(path, **kwargs):
-    return list(get_custom_dataset("train", DatasetConfig(path=str(path)), **kwargs))
+    return list(get_custom_dataset("train", path=str(path), **kwargs))
 
 
 def test_the_same_rows_come_from_every_kind_of_file(tmp_path):
@@ -72,7 +72,7 @@ def test_rows_that_are_too_long_are_left_out():
         def encode(self, text):
             return text.split()
 
-    config = DatasetConfig(path="rows_here:rows", max_length=2)
+    config = SimpleNamespace(path="rows_here:rows", max_length=2)
     module = type(sys)("rows_here")
     module.rows = lambda: [{"messages": [{"role": "user", "content": "a b c"}]}, {"messages": [{"content": "a b"}]}]
     sys.modules["rows_here"] = module

@@ -1,4 +1,4 @@
-"""Settings of rollouts, agents and datasets. The names are those that AReaL's users know.
+"""Settings of rollouts and agents. The names are those that AReaL's users know.
 
 A setting sits here if this room reads it. Unknown keys are refused; lengths are in what the name says.
 """
@@ -41,11 +41,11 @@ class RolloutConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     backend: str = "embedded"
     """The engine, with its own flags after it."""
     max_concurrent_rollouts: int | None = None
-    """Groups that run at once (C); None: as many as `consumer_batch_size` times `max_head_offpolicyness + 1`."""
+    """Groups that run at once (C); None: as many as staleness allows before anything is trained, B * (eta + 1)."""
     queue_size: int | None = None
     """Kept for AReaL configs: finished groups wait in the book, which has no bound."""
-    consumer_batch_size: int = 1
-    """Groups that the learner takes in one step (B)."""
+    consumer_batch_size: int | None = None
+    """Groups that the learner takes in one step (B); None: train_dataset.batch_size."""
     max_head_offpolicyness: int = 0
     """Versions that a group may begin ahead of the learner (eta); 0: generate, train, generate."""
     request_timeout: float = 3600.0
@@ -53,25 +53,3 @@ class RolloutConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     dump_to_file: bool = False
     """Kept for AReaL configs: everything is in the book already."""
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)
-
-    @property
-    def concurrency(self) -> int:
-        """C of the capacity formula."""
-        if self.max_concurrent_rollouts is not None:
-            return max(1, self.max_concurrent_rollouts)
-        return max(1, self.consumer_batch_size) * (self.max_head_offpolicyness + 1)
-
-
-class DatasetConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Where rows come from."""
-
-    path: str
-    """A .jsonl, .json or .parquet file, a Hugging Face dataset id, or a function as `module:function`."""
-    type: str = "rl"
-    """Kept for AReaL configs: rows are prompts to act on, whatever this says."""
-    batch_size: int = 1
-    """Groups per training step."""
-    shuffle: bool = True
-    """A new order each epoch, a function of seed and epoch."""
-    max_length: int | None = None
-    """Rows whose messages have more tokens than this are left out; needs the tokenizer."""

@@ -9,13 +9,12 @@ import importlib.metadata
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .config import DatasetConfig
 from .errors import DataError, WorkflowError
 from .workflow import load
 
@@ -28,6 +27,15 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     index: int
     row: Mapping[str, Any]
+
+
+class DatasetSettings(Protocol):
+    """What we read of a dataset's config, e.g. `config.train_dataset`."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def max_length(self) -> int | None: ...
 
 
 class Dataset(Sequence[Row]):
@@ -112,21 +120,31 @@ def weights_from_sql(book: Any, query: str, tasks: Sequence[Task], *, default: f
 
 
 def get_custom_dataset(
-    split: str = "train", dataset_config: DatasetConfig | None = None, tokenizer: Any = None, **kwargs: Any
+    split: str = "train",
+    dataset_config: DatasetSettings | None = None,
+    tokenizer: Any = None,
+    *,
+    path: str | None = None,
+    max_length: int | None = None,
+    **kwargs: Any,
 ) -> Dataset:
-    """The rows of `dataset_config.path`: a file, a function or a Hugging Face dataset. Raises DataError.
+    """Rows of a .jsonl, .json or .parquet file, of a function `module:function`, or of a Hugging Face dataset.
 
-    split: which part, where the source has parts; a folder's file is `<split>.jsonl`, `.json` or `.parquet`.
-    tokenizer: needed for `max_length` only. More keywords go to the function or to `datasets.load_dataset`.
+    split: which part, where the source has parts; of a folder the file `<split>.jsonl`, `.json` or `.parquet`.
+    dataset_config: has `path` and `max_length`; or give them as keywords. max_length counts the tokens of a row's
+    messages, for which it needs the tokenizer. More keywords go to the function or to `datasets.load_dataset`.
+    Raises DataError.
     """
-    if dataset_config is None:
-        raise DataError("get_custom_dataset needs dataset_config=DatasetConfig(path=...)")
-    rows = _read(dataset_config.path, split, tokenizer, kwargs)
-    if dataset_config.max_length is not None:
-        rows = _short_enough(rows, dataset_config.max_length, tokenizer)
-    dataset = Dataset(rows, dataset_config.path)
+    if dataset_config is not None:
+        path, max_length = path or dataset_config.path, max_length or dataset_config.max_length
+    if not path:
+        raise DataError("get_custom_dataset needs a path: train_dataset.path in the config, or path=...")
+    rows = _read(path, split, tokenizer, kwargs)
+    if max_length is not None:
+        rows = _short_enough(rows, max_length, tokenizer)
+    dataset = Dataset(rows, path)
     if not len(dataset):
-        raise DataError(f"{dataset_config.path} has no rows" + (" short enough" if dataset_config.max_length else ""))
+        raise DataError(f"{path} has no rows" + (" short enough" if max_length else ""))
     return dataset
 
 

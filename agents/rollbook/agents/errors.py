@@ -6,7 +6,8 @@
     ├── BadReward        an agent or a reward function returned what is not a reward
     ├── RewardFailed     a reward function raised, or took too long; the reward stays missing
     ├── Rejected         the workflow threw its own sample away
-    └── AgentStopped     the agent took too long, ended itself or tried to end the program
+    ├── AgentStopped     the agent took too long, ended itself or tried to end the program
+    └── RolloutsFailing  episode after episode fails: something is wrong with the agent or the engine
 
 Whatever an agent itself raises stays as it is: the runner catches it once and records it on the episode.
 """
@@ -38,3 +39,7 @@ class Rejected(AgentsError):
 
 class AgentStopped(AgentsError):
     """The agent took too long, cancelled itself, or tried to end the program."""
+
+
+class RolloutsFailing(AgentsError):
+    """Episode after episode fails, so going on would only burn through the dataset."""

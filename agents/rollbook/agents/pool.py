@@ -21,6 +21,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -105,7 +106,7 @@ class ProcessPool:
                 await in_thread(self._start, name="start a worker")
             try:
                 async with asyncio.timeout(timeout_s):
-                    is_ok, value, trace = await in_thread(lambda: worker.call(job), name="wait for a worker")
+                    is_ok, value, trace = await in_thread(partial(worker.call, job), name="wait for a worker")
             except TimeoutError as error:
                 raise WorkerTimeout(f"took longer than {timeout_s:g} s; its process was killed") from error
             except (EOFError, OSError) as error:

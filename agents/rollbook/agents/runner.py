@@ -1,8 +1,9 @@
 """Runs agents: one session per episode, n episodes per group, any number of groups at once.
 
-Rules: a session that was started is ended, whatever happens in between. What an agent or its reward does wrong is
-a fact about that episode, with the reason in the book; it harms no other episode. Only a proxy that is gone stops
-the runner. The reward comes from the return value; what the agent prints is printed.
+Rules: a session that was started is ended, whatever happens in between: `done`, `failed` with the reason, or
+`abandoned` where we were told to stop, so that a restart draws it again. What an agent or its reward does wrong harms
+no other episode. Only a proxy that is gone stops the runner. The reward comes from the return value; what the agent
+prints is printed.
 """
 
 import asyncio
@@ -172,8 +173,9 @@ class Runner:
         )
         self.n_running += 1
         began = time.monotonic()
-        state, reason, reward, is_final = "abandoned", "cancelled", None, False
-        n_interactions = 0
+        state, n_interactions, is_final = "abandoned", 0, False
+        reason: str | None = "cancelled"
+        reward: float | None = None
         try:
             returned = await self._call(task, session)
             reward = await self._give(session, read_reward(returned))

@@ -196,8 +196,8 @@ class Capture:
         prompt_ids = self._tokenizer.encode(text)
         if len(prompt_ids) >= self._max_context:
             raise ContextOverflow(
-                f"the prompt has {len(prompt_ids)} tokens, the model's context is {self._max_context} tokens for prompt "
-                "and answer together; shorten the messages"
+                f"the prompt has {len(prompt_ids)} tokens, the model's context is {self._max_context} for prompt and "
+                "answer together; shorten the messages"
             )
         return prompt_ids
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from rollbook.store.events import Float32s, Int32s
 
+from .errors import BadRequest
+
 FinishReason = Literal["stop", "length", "abort"]
 LogprobsMode = Literal["processed", "raw"]
 """processed: of the distribution that was sampled (temperature, top_p, top_k applied); raw: of the model's own."""
@@ -34,6 +36,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     repetition_penalty: float = 1.0
 
 
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what no engine can do, by name. Raises BadRequest."""
+    for name, is_good, expected in (
+        ("temperature", sampling.temperature >= 0, "at least 0"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k >= 0, "at least 0 (0 is off)"),
+        ("min_p", 0 <= sampling.min_p <= 1, "from 0 to 1"),
+        ("max_tokens", sampling.max_tokens is None or sampling.max_tokens >= 1, "at least 1"),
+        ("min_tokens", sampling.min_tokens >= 0, "at least 0"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+    ):
+        if not is_good:
+            raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine. prompt_ids: int32 [T]. Stop tokens are sampled, reported, and end the output."""
 
@@ -45,13 +62,16 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of an answer. ids int32 [n], logprobs float32 [n], all sampled by `version`; n may be 0 at the end.
 
-    The last piece, and only it, has a finish_reason. The end-of-turn token, where sampled, is among the ids.
+    The last piece, and only it, has a finish_reason. The end-of-turn token, where sampled, is among the ids. n_sampled,
+    on the last piece, is how many tokens the engine says it has sampled in all, where it says so: if fewer came, the
+    capture is incomplete.
     """
 
     ids: Int32s
     logprobs: Float32s
     version: int
     finish_reason: FinishReason | None = None
+    n_sampled: int | None = None
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from types import TracebackType
 import anyio
 import numpy as np
 
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled, check_sampling
 from .errors import ContextOverflow, EngineUnavailable
 
 Script = Callable[[Generation], Sequence[int] | Awaitable[Sequence[int]]]
@@ -64,6 +64,7 @@ class ScriptedEngine:
     async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         if not self._is_open:
             raise EngineUnavailable("the scripted engine is not running; enter it with `async with` first")
+        check_sampling(generation.sampling)
         room = self._max_context - len(generation.prompt_ids)
         if room < 1:
             raise ContextOverflow(

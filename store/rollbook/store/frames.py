@@ -80,7 +80,8 @@ def find_frame(data: bytes) -> int | None:
     while at >= 0:
         if at % ALIGNMENT == 0:
             frame = decode_header(data[at : at + SIZE])
-            if frame and is_body_good(frame, pa.py_buffer(data[at + SIZE : at + SIZE + frame.length])):
+            is_whole = frame is not None and at + frame.size <= len(data)
+            if frame and is_whole and is_body_good(frame, pa.py_buffer(data[at + SIZE : at + SIZE + frame.length])):
                 return at
         at = data.find(MAGIC, at + 1)
     return None

@@ -1,0 +1,61 @@
+"""What is learned from a batch: the algorithm's seam. One file each, with its formula and paper.
+
+Shapes: R rows (interactions) of a batch, E entries (trained tokens), of a micro-batch in `Tokens`.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ..config import ActorConfig
+from ..rows import Floats, Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The entries of one micro-batch; whole rows, so sequence-level formulas see whole sequences."""
+
+    logprobs_E: "Tensor"  # of the weights being trained; carries the gradient
+    entropies_E: "Tensor"
+    old_E: "Tensor"  # of the policy that sampled
+    prox_E: "Tensor"  # of the weights at the start of the step (= old where nothing is decoupled)
+    ref_E: "Tensor | None"  # of the reference model
+    advantages_E: "Tensor"
+    row_E: "Tensor"  # 0..n_rows-1
+    n_rows: int
+    weight_E: "Tensor"  # share of each entry in the batch's loss; they sum to 1 over the batch (token mean) or as loss_agg says
+    mean_E: "Tensor"  # 1/N over the batch's trained entries, 0 elsewhere: for reports
+
+
+class Algorithm(Protocol):
+    """Made from the actor's settings; keeps no state between steps."""
+
+    needs_critic: ClassVar[bool]
+
+    def advantages(self, rows: Rows) -> Floats:
+        """R: what the batch records for each row, before anything that depends on the model."""
+        ...
+
+    def loss(self, tokens: Tokens) -> "tuple[Tensor, Mapping[str, Tensor]]":
+        """This micro-batch's share of the loss, and sums (over the batch: means) to report."""
+        ...
+
+
+NAMES = ("grpo",)
+
+
+def find_algorithm(name: str, actor: ActorConfig) -> Algorithm:
+    """`algorithm: <name>`: one of NAMES, or `module.Name` of a class that takes an ActorConfig."""
+    if name in NAMES:
+        module = importlib.import_module(f"{__name__}.{name}")
+        made: Algorithm = module.Algorithm(actor)
+        return made
+    if "." not in name:
+        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or module.Name of your own")
+    path, _, attribute = name.rpartition(".")
+    make: Any = getattr(importlib.import_module(path), attribute)
+    return make(actor)  # type: ignore[no-any-return]

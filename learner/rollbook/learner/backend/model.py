@@ -1,0 +1,169 @@
+"""A transformers model over a trie: each node's hidden state once, then logprobs (or values) where they are needed.
+
+Shapes: [B, L] packed nodes, P predictors, E entries, H hidden size.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..config import ModelConfig
+from ..trie import Trie, pack
+from .head import Distribution, logprobs_and_entropies
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> nn.Module:
+    """A causal LM in float32 (float64 if asked), ready to be trained. Raises ValueError naming a missing path."""
+    if not config.path:
+        raise ValueError("actor.path is empty; set it to the folder of a transformers model")
+    if config.path.startswith((".", "/")) and not (Path(config.path) / "config.json").exists():
+        raise ValueError(f"actor.path {config.path!r} has no config.json; give the folder of a transformers model")
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    attention = config.attn_impl
+    if attention == "auto":
+        attention = "flex" if device.type == "cuda" else "sdpa"
+    name = {"flex": "flex_attention"}.get(attention, attention)
+    torch.manual_seed(seed)
+    if config.init_from_scratch:
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
+    model.config.use_cache = False
+    if config.disable_dropout:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        if hasattr(model.config, "attention_dropout"):
+            model.config.attention_dropout = 0.0
+            for module in model.modules():
+                if hasattr(module, "attention_dropout"):
+                    module.attention_dropout = 0.0
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device)
+
+
+def model_distribution(model: nn.Module, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Distribution:
+    """The sampling distribution, with what the model itself does to its logits."""
+    config: Any = model.config
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if getattr(config, "logits_scaling", None):
+        scale /= config.logits_scaling
+    return Distribution(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        scale=scale,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+class TreeModel(nn.Module):
+    """A causal LM whose forward takes a trie. With `has_values` it has a value head instead of logits."""
+
+    def __init__(self, model: nn.Module, distribution: Distribution, *, has_values: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.distribution = distribution
+        text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.vocabulary = int(text.vocab_size)
+        self.value_head: nn.Linear | None = None
+        if has_values:
+            # Zero weights: the first values are 0, so the first advantages are the returns themselves.
+            self.value_head = nn.Linear(int(text.hidden_size), 1)
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+            self.value_head.to(next(model.parameters()))
+
+    def forward(self, trie: Trie) -> tuple[Tensor, Tensor]:
+        """logprobs_E and entropies_E; with a value head values_E and nothing."""
+        device = next(self.parameters()).device
+        hidden_PH = self._hidden(trie, device)
+        predictor_E = torch.as_tensor(trie.predictor_E, device=device)
+        if self.value_head is not None:
+            values = self.value_head(hidden_PH)[:, 0][predictor_E]
+            return values.to(torch.promote_types(values.dtype, torch.float32)), values.new_empty(0)
+        head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
+        logprobs_E, entropies_P = logprobs_and_entropies(
+            hidden_PH,
+            head.weight,
+            head.bias,
+            predictor_E,
+            torch.as_tensor(trie.target_E, dtype=torch.int64, device=device),
+            self.distribution,
+        )
+        return logprobs_E, entropies_P[predictor_E]
+
+    def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
+        """Final hidden states of the predictors, [P, H]."""
+        if trie.n_nodes and int(trie.ids_T.max()) >= self.vocabulary:
+            raise ValueError(
+                f"the book has token id {int(trie.ids_T.max())}, but the model's vocabulary has {self.vocabulary}; "
+                "train with the model (and tokenizer) that sampled these tokens"
+            )
+        config: Any = self.model.config
+        is_flex = config._attn_implementation == "flex_attention"
+        layout = pack(trie, length=_round_up(trie.n_nodes, 128) if is_flex else None)
+        position_BL = torch.as_tensor(layout.depth_BL, device=device)
+        mask: Any = None
+        if is_flex:
+            mask = _block_mask(torch.as_tensor(layout.end_BL, device=device))
+        elif layout.is_causal:
+            position_BL = torch.arange(layout.shape[1], device=device).expand(layout.shape)
+        else:
+            end_BL = torch.as_tensor(layout.end_BL, device=device)
+            q = torch.arange(layout.shape[1], device=device)
+            mask = ((q[None, None, :] <= q[None, :, None]) & (q[None, :, None] < end_BL[:, None, :]))[:, None]
+            if config._attn_implementation == "eager":  # adds its mask to the scores
+                mask = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, -torch.inf)
+        _refuse_window(config, int(trie.depth_T.max()) + 1)
+        body: Any = self.model.get_decoder()  # type: ignore[operator]
+        output = body(
+            input_ids=torch.as_tensor(layout.ids_BL, device=device),
+            attention_mask=mask,
+            position_ids=position_BL,
+            use_cache=False,
+        )
+        return output.last_hidden_state.flatten(0, 1)[torch.as_tensor(layout.place_P, device=device)]
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def _refuse_window(config: Any, longest: int) -> None:
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True) and longest > window:
+        raise ValueError(
+            f"a path of {longest} tokens is longer than the model's sliding window of {window}, which trie batches do "
+            "not mask; select shorter trajectories or use a model with full attention"
+        )
+
+
+def _block_mask(end_BL: Tensor) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < end_BL[b, k])
+
+    batch, length = end_BL.shape
+    return create_block_mask(sees, batch, None, length, length, device=str(end_BL.device))

@@ -1,0 +1,191 @@
+"""One process: a model in the computing precision, float32 master weights, AdamW.
+
+Gradients are added to the masters' as soon as each parameter has one, so no second set in the computing precision
+is kept, and micro-batches add up in float32. The copy in the computing precision is what is exported: engine and
+learner run the same bits.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..config import ModelConfig, OptimizerConfig
+from ..rows import Floats
+from ..trie import Trie
+from . import Objective
+from .model import DTYPES, TreeModel, load_model, model_distribution, pick_device
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of a step (from 0): a linear warm-up, then constant, linear or cosine to min_lr_ratio."""
+    warmup = math.ceil(config.warmup_steps_proportion * total_steps) if config.warmup_steps_proportion else 0
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.lr_scheduler_type == "constant" or total_steps <= warmup:
+        return config.lr
+    done = min(1.0, (step - warmup) / (total_steps - warmup))
+    left = 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
+
+
+class SingleBackend:
+    """See `backend.Backend`. Without an optimizer config it only scores."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        total_steps: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        has_values: bool = False,
+        seed: int = 0,
+        model: nn.Module | None = None,
+    ) -> None:
+        """model: an already built causal LM in float32 or float64, for programs that have no folder."""
+        self.config = config
+        self.device = pick_device(config.device)
+        self.dtype = DTYPES[config.dtype]
+        self.optimizer_config = optimizer
+        self.total_steps = total_steps
+        self.steps = 0
+        model = load_model(config, device=self.device, seed=seed) if model is None else model.to(self.device)
+        distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
+        self.model = self._wrap(TreeModel(model, distribution, has_values=has_values))
+        self.masters: dict[str, Tensor] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._split_precision(is_trained=optimizer is not None)
+        if optimizer is not None:
+            self.optimizer = self._make_optimizer(optimizer)
+
+    def _wrap(self, model: TreeModel) -> TreeModel:
+        return model
+
+    def _split_precision(self, *, is_trained: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            is_wide = parameter.dtype == self.dtype
+            if not is_trained:
+                parameter.requires_grad_(False)
+            elif parameter.requires_grad:
+                master = parameter if is_wide else parameter.detach().clone()
+                self.masters[name] = master
+                if not is_wide:
+                    parameter.register_post_accumulate_grad_hook(_add_to(master))
+            if not is_wide:
+                parameter.data = parameter.data.to(self.dtype)
+
+    def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
+        matrices = [p for p in self.masters.values() if p.ndim > 1]
+        others = [p for p in self.masters.values() if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        if config.type == "sgd":
+            return torch.optim.SGD(groups, lr=config.lr)
+        betas = (config.beta1, config.beta2)
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=self._is_fused())
+
+    def _is_fused(self) -> bool:
+        return True
+
+    def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
+        index, values, entropies = [np.empty(0, np.int64)], [np.empty(0)], [np.empty(0)]
+        self.model.eval()
+        with torch.no_grad():
+            for trie in tries:
+                value_E, entropy_E = self.model(trie)
+                index.append(trie.entry_E)
+                values.append(value_E.double().cpu().numpy())
+                entropies.append(entropy_E.double().cpu().numpy())
+        order = np.concatenate(index)
+        out = np.zeros((2, int(order.max()) + 1 if len(order) else 0))
+        out[0, order] = np.concatenate(values)
+        if self.model.value_head is None:
+            out[1, order] = np.concatenate(entropies)
+        return out[0], out[1]
+
+    def forward_backward(self, tries: Iterable[Trie], objective: Objective) -> dict[str, float]:
+        totals: dict[str, float] = {"loss": 0.0}
+        self.model.train()
+        for trie in tries:
+            value_E, entropy_E = self.model(trie)
+            loss, report = objective(trie, value_E, entropy_E)
+            loss.backward()
+            totals["loss"] += float(loss.detach())
+            for name, value in report.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def step(self) -> dict[str, float]:
+        assert self.optimizer is not None and self.optimizer_config is not None
+        lr = learning_rate(self.optimizer_config, self.steps, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        limit = self.optimizer_config.gradient_clipping or math.inf
+        norm = float(nn.utils.clip_grad_norm_(self.masters.values(), limit))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self._copy_down()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return {"grad_norm": norm, "lr": lr, "is_skipped": float(not math.isfinite(norm))}
+
+    @torch.no_grad()
+    def _copy_down(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        pairs = [(parameters[name], master) for name, master in self.masters.items() if parameters[name] is not master]
+        if pairs:
+            torch._foreach_copy_([low for low, _ in pairs], [high for _, high in pairs])
+
+    def save(self, folder: Path) -> None:
+        assert self.optimizer is not None
+        state = {
+            "masters": {name: master.detach() for name, master in self.masters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "steps": self.steps,
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, folder / "state.pt")
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        assert self.optimizer is not None
+        state: Mapping[str, Any] = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        mine = {name: tuple(master.shape) for name, master in self.masters.items()}
+        theirs = {name: tuple(master.shape) for name, master in state["masters"].items()}
+        if mine != theirs:
+            odd = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
+            raise ValueError(
+                f"the checkpoint {folder} is of another model: {odd} is {theirs.get(odd, 'absent')} there and "
+                f"{mine.get(odd, 'absent')} here; give the model it was made with or remove the checkpoint"
+            )
+        for name, master in self.masters.items():
+            master.copy_(state["masters"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        torch.set_rng_state(state["rng"].cpu())
+        self._copy_down()
+
+    def export(self, folder: Path) -> None:
+        # The model's own writer knows which weights are tied and what its config needs.
+        self.model.model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def _add_to(master: Tensor) -> Any:
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    return hook

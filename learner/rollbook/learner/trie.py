@@ -1,0 +1,177 @@
+"""Rows as a trie in which every token is computed once.
+
+Rows that begin alike (one prompt of a group, one history of a conversation) share those tokens; a token that stands in
+several rows is one node, and each row keeps its own entries that point at it, so the loss weighs it exactly as if it
+stood in each. The nodes are laid out depth first: a token sees the tokens before it whose subtree it lies in.
+
+Shapes: R rows, E entries, T nodes, P predictors (nodes whose logits are needed), [B, L] the packed layout.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .rows import Ints, Rows
+
+Form = Literal["trie", "paths"]
+
+
+@dataclass(frozen=True)
+class Trie:
+    """One forward pass. The last token of a path predicts nothing that is trained, so it is no node."""
+
+    row_indices: Ints  # which rows of the batch, in the order of the entries here
+    ids_T: Ints
+    depth_T: Ints  # position in the path: what the model's position embedding sees
+    end_T: Ints  # end of the node's subtree: node k is seen by q iff k <= q < end_T[k]
+    node_P: Ints  # predictors, ascending
+    predictor_E: Ints  # which predictor's logits an entry needs
+    target_E: Ints  # the token sampled there
+    row_E: Ints  # position in row_indices
+    entry_E: Ints  # index of the entry in the batch
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.ids_T)
+
+
+def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie") -> Trie:
+    """The trie of some rows (default: all).
+
+    form="paths" shares only between rows of which one continues the other: one path per leaf, plain causal attention.
+    """
+    chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
+    order = _depth_first(rows, chosen)
+    ids: list[Ints] = []
+    depths: list[Ints] = []
+    n_nodes = 0
+    ends: list[tuple[Ints, int]] = []  # nodes whose subtree ends at that count
+    path_nodes = np.empty(0, np.int64)  # nodes of the path being walked
+    previous = np.empty(0, rows.ids.dtype)
+    nodes: dict[int, Ints] = {}  # row -> predictor node of each of its entries
+    for r in order:
+        path = rows.path(r)[:-1]
+        common = _common_prefix(previous, path)
+        if form == "paths" and common < len(previous):
+            common = 0
+        fresh = len(path) - common
+        ends.append((path_nodes[common:], n_nodes))
+        path_nodes = np.concatenate([path_nodes[:common], np.arange(n_nodes, n_nodes + fresh)])
+        ids.append(path[common:])
+        depths.append(np.arange(common, len(path)))
+        n_nodes += fresh
+        nodes[int(r)] = path_nodes[rows.n_prompt[r] - 1 :]
+        previous = path
+    ends.append((path_nodes, n_nodes))
+    end_T = np.empty(n_nodes, np.int64)
+    for closed, at in ends:
+        end_T[closed] = at
+    outputs, out = rows.output_ids, rows.output_starts
+    empty = np.empty(0, np.int64)
+    node_E = np.concatenate([nodes[int(r)] for r in chosen]) if len(chosen) else empty
+    entry_E = np.concatenate([np.arange(out[r], out[r + 1]) for r in chosen]) if len(chosen) else empty
+    node_P, predictor_E = np.unique(node_E, return_inverse=True)
+    return Trie(
+        row_indices=chosen,
+        ids_T=np.concatenate(ids) if ids else empty,
+        depth_T=np.concatenate(depths) if depths else empty,
+        end_T=end_T,
+        node_P=node_P,
+        predictor_E=predictor_E,
+        target_E=outputs[entry_E],
+        row_E=np.repeat(np.arange(len(chosen)), rows.n_output[chosen]),
+        entry_E=entry_E,
+    )
+
+
+def micro_batches(
+    rows: Rows, row_indices: Ints | None = None, *, max_tokens: int, at_least: int = 1, form: Form = "trie"
+) -> Iterator[Trie]:
+    """Cut rows into tries of at most `max_tokens` nodes.
+
+    A row never leaves its path: what its micro-batch lacks of a shared prefix is computed again there. A single path
+    longer than the budget stands alone. Neighbours in the tree stay together, so little is computed twice.
+    """
+    chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
+    if not len(chosen):
+        return
+    order = _depth_first(rows, chosen)
+    budget = max_tokens
+    if at_least > 1:
+        budget = min(budget, -(-build(rows, chosen, form=form).n_nodes // at_least))
+    start, size, previous = 0, 0, np.empty(0, rows.ids.dtype)
+    for i, r in enumerate(order):
+        path = rows.path(r)[:-1]
+        common = _common_prefix(previous, path)
+        if form == "paths" and common < len(previous):
+            common = 0
+        if i > start and size + len(path) - common > budget:
+            yield build(rows, np.sort(order[start:i]), form=form)
+            start, size, common = i, 0, 0
+        size += len(path) - common
+        previous = path
+    yield build(rows, np.sort(order[start:]), form=form)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Nodes packed into B sequences of L: whole trees side by side, the rest padding that sees only itself."""
+
+    ids_BL: Ints
+    depth_BL: Ints
+    end_BL: Ints  # counted within the sequence
+    place_P: Ints  # predictor -> b * L + l
+    is_causal: bool  # each sequence is one path: no mask is needed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        batch, length = self.ids_BL.shape
+        return batch, length
+
+
+def pack(trie: Trie, *, length: int | None = None, pad_id: int = 0) -> Layout:
+    """Put a trie's trees into sequences. length None: the longest tree (attention is quadratic on a CPU)."""
+    roots = np.flatnonzero(trie.depth_T == 0)
+    sizes = np.diff(np.append(roots, trie.n_nodes))
+    capacity = max(int(sizes.max()), length or 0)
+    room: list[int] = []
+    batch_of, offset_of = np.empty(len(roots), np.int64), np.empty(len(roots), np.int64)
+    for tree in np.argsort(-sizes, kind="stable"):
+        size = int(sizes[tree])
+        b = next((b for b, free in enumerate(room) if free >= size), len(room))
+        if b == len(room):
+            room.append(capacity)
+        batch_of[tree], offset_of[tree] = b, capacity - room[b]
+        room[b] -= size
+    tree_T = np.repeat(np.arange(len(roots)), sizes)
+    within_T = np.arange(trie.n_nodes) - roots[tree_T] + offset_of[tree_T]
+    shape = (len(room), capacity)
+    ids_BL = np.full(shape, pad_id, np.int64)
+    depth_BL = np.zeros(shape, np.int64)
+    end_BL = np.broadcast_to(np.arange(1, capacity + 1), shape).copy()
+    ids_BL[batch_of[tree_T], within_T] = trie.ids_T
+    depth_BL[batch_of[tree_T], within_T] = trie.depth_T
+    end_BL[batch_of[tree_T], within_T] = trie.end_T - roots[tree_T] + offset_of[tree_T]
+    tree_end = np.append(roots[1:], trie.n_nodes)[tree_T]
+    return Layout(
+        ids_BL=ids_BL,
+        depth_BL=depth_BL,
+        end_BL=end_BL,
+        place_P=batch_of[tree_T[trie.node_P]] * capacity + within_T[trie.node_P],
+        is_causal=len(room) == len(roots) and bool((trie.end_T == tree_end).all()),
+    )
+
+
+def _depth_first(rows: Rows, chosen: Ints) -> Ints:
+    """Sorted by content, which puts rows that share a prefix beside each other and a prefix before its extensions."""
+    keys = [rows.path(r)[:-1].astype(">u4").tobytes() for r in chosen]
+    return chosen[np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)]
+
+
+def _common_prefix(a: Ints, b: Ints) -> int:
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax()) if n else 0
+    return first if n and differ[first] else n

@@ -1,0 +1,135 @@
+"""A token computed once counts exactly as if it were computed in every row."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner.tiny import make_rows, random_rows, tiny_model
+from torch import Tensor, nn
+
+from rollbook.learner.backend.head import Distribution
+from rollbook.learner.backend.model import TreeModel
+from rollbook.learner.rows import Rows
+from rollbook.learner.trie import Trie, build, micro_batches, pack
+
+
+def row_by_row(model: nn.Module, rows: Rows, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The plain computation: one forward pass per interaction."""
+    logprobs, entropies = [], []
+    for r in range(len(rows)):
+        path = torch.as_tensor(rows.path(r), dtype=torch.int64)[None]
+        n = int(rows.n_prompt[r])
+        logits = model(input_ids=path).logits[0, n - 1 : -1] / temperature
+        logp = logits.log_softmax(-1)
+        logprobs.append(logp.gather(-1, path[0, n:, None])[:, 0])
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def by_trie(model: nn.Module, rows: Rows, tries: list[Trie], d: Distribution) -> tuple[Tensor, Tensor]:
+    tree = TreeModel(model, d)
+    n = int(rows.n_output.sum())
+    logprobs, entropies = torch.zeros(2, n, dtype=torch.float64).unbind(0)
+    for trie in tries:
+        logprob_E, entropy_E = tree(trie)
+        index = torch.as_tensor(trie.entry_E)
+        logprobs = logprobs.index_copy(0, index, logprob_E)
+        entropies = entropies.index_copy(0, index, entropy_E)
+    return logprobs, entropies
+
+
+def gradients(model: nn.Module, value: Tensor) -> Tensor:
+    model.zero_grad()
+    value.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("form", ["trie", "paths"])
+@pytest.mark.parametrize("budget", [10_000, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_logprobs_entropies_and_gradient_are_those_of_row_by_row(seed: int, budget: int, form: str) -> None:
+    model = tiny_model(seed=seed, dtype=torch.float64)
+    rows = random_rows(seed)
+    temperature = 0.7
+    tries = list(micro_batches(rows, max_tokens=budget, form=form))  # type: ignore[arg-type]
+    weight = torch.as_tensor(np.random.default_rng(seed).normal(size=len(rows.logprobs)))
+    plain = row_by_row(model, rows, temperature)
+    shared = by_trie(model, rows, tries, Distribution(temperature=temperature))
+    for one, other in zip(plain, shared, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    expected = gradients(model, (weight * (plain[0] ** 2 + plain[1] ** 2)).sum())
+    got = gradients(model, (weight * (shared[0] ** 2 + shared[1] ** 2)).sum())
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_eager_attention_agrees_too() -> None:
+    model = tiny_model(dtype=torch.float64)
+    rows = random_rows(3)
+    expected = row_by_row(model, rows)[0]
+    model.config._attn_implementation = "eager"
+    torch.testing.assert_close(by_trie(model, rows, [build(rows)], Distribution())[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_shared_by_a_group_is_computed_once() -> None:
+    prompt = list(range(20))
+    rows = make_rows([(prompt, [21, 22]), (prompt, [21, 23]), (prompt, [24, 25])])
+    trie = build(rows)
+    assert trie.n_nodes == 20 + 2  # 21 once, 24; last tokens predict nothing
+    assert len(trie.node_P) == 3  # after the prompt, after 21, after 24
+    assert len(trie.entry_E) == 6
+
+
+def test_a_history_of_many_turns_is_linear_in_its_length() -> None:
+    history: list[int] = [1]
+    paths = []
+    for turn in range(50):
+        paths.append((list(history), [2, turn % 30]))
+        history = history + [2, turn % 30, 3]
+    assert build(make_rows(paths)).n_nodes == len(history) - 2
+
+
+def test_the_same_body_twice_keeps_two_entries() -> None:
+    rows = make_rows([([1, 2], [3, 4]), ([1, 2], [3, 4])])
+    trie = build(rows)
+    assert trie.n_nodes == 3
+    assert trie.predictor_E.tolist() == [0, 1, 0, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 60), st.integers(1, 4))
+def test_micro_batches_hold_every_entry_once_within_the_budget(seed: int, budget: int, at_least: int) -> None:
+    rows = random_rows(seed)
+    tries = list(micro_batches(rows, max_tokens=budget, at_least=at_least))
+    assert sorted(np.concatenate([t.entry_E for t in tries]).tolist()) == list(range(len(rows.logprobs)))
+    longest = int(np.diff(rows.starts).max()) - 1
+    assert all(t.n_nodes <= max(budget, longest) for t in tries)
+    for trie in tries:
+        assert (trie.target_E == rows.output_ids[trie.entry_E]).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 64))
+def test_every_node_sees_exactly_its_path(seed: int, length: int) -> None:
+    rows = random_rows(seed)
+    trie = build(rows)
+    layout = pack(trie, length=length)
+    ids, end = layout.ids_BL, layout.end_BL
+    q = np.arange(ids.shape[1])
+    sees = (q[None, None, :] <= q[None, :, None]) & (q[None, :, None] < end[:, None, :])
+    assert sees.any(-1).all()  # padding sees itself, so no softmax runs over nothing
+    seen = {}
+    for e, p in enumerate(trie.predictor_E):
+        b, at = divmod(int(layout.place_P[p]), ids.shape[1])
+        seen[int(trie.entry_E[e])] = ids[b][sees[b, at]].tolist()
+        assert layout.depth_BL[b, at] + 1 == sees[b, at].sum()
+    for r in range(len(rows)):
+        for j in range(int(rows.n_output[r])):
+            entry = int(rows.output_starts[r]) + j
+            assert seen[entry] == rows.path(r)[: rows.n_prompt[r] + j].tolist()
+
+
+def test_tokens_outside_the_vocabulary_are_refused() -> None:
+    rows = make_rows([([1, 99], [3])])
+    with pytest.raises(ValueError, match=r"token id 99.*vocabulary has 32"):
+        TreeModel(tiny_model(), Distribution())(build(rows))
