@@ -237,7 +237,7 @@ def test_case_15_a_summary_in_place_of_turns_is_a_compaction():
         0,
     )
     placed = classify(match, [1, 2, 3, 4], [1, 2, 9])
-    assert (placed.edge, placed.shared) == ("compacts", 2)
+    assert (placed.edge, placed.shared, placed.differs_at) == ("compacts", 0, 2)
     went_on = episode.index.resolve([history[0], told, assistant("on it"), user("step 21")])
     assert (went_on.parent_id, went_on.edge) == ("c0", "extends")
 

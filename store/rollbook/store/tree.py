@@ -118,8 +118,10 @@ def classify(match: Match, parent_path: Ints | Sequence[int], prompt_ids: Ints |
     if shared == len(parent_path) and match.edge == "extends":
         return Placed("extends", match.cause, shared)
     differs_at = shared if shared < len(parent_path) else None
-    if match.edge == "compacts" or match.edge == "retries":
-        return Placed(match.edge, match.cause, shared, differs_at)
+    if match.edge == "compacts":  # a root in all but memory: it shares nothing, and its tokens stand alone
+        return Placed("compacts", match.cause, 0, differs_at)
+    if match.edge == "retries":
+        return Placed("retries", match.cause, shared, differs_at)
     cause = match.cause
     if cause is None:
         cause = next((_CAUSES[rule] for rule in match.rules if rule in _CAUSES), "rendered anew")
@@ -614,23 +616,24 @@ class TreeIndex:
             if messages[at].get("role") == "assistant":
                 last = self._by_reply.get(_say_reply(messages[at])[0])
                 if last is not None and last.path.n > at + 1 and last.path.tools == state.tools:
-                    said = next(
-                        (k for k in reversed(self._known.values()) if k.interaction_id == last.interaction_id), None
+                    asked = (
+                        k.messages for k in reversed(self._known.values()) if k.interaction_id == last.interaction_id
                     )
-                    is_cut = said is not None and all(m in said.messages for m in messages[:at])
+                    history = next(asked, [])
+                    is_cut = all(m in history for m in messages[:at])
                     cause = "history cut" if is_cut else "summary"
                     return self._match(state, messages, node=last, edge="compacts", kept=0, cause=cause)
                 return None
         recent = self._by_root.get((state.tools, state.system))
         if place or not recent:
             return None
-        asked = "\n".join(text_of(m) for m in messages if m.get("role") == "user")
+        told = "\n".join(text_of(m) for m in messages if m.get("role") == "user")
         for last in reversed(recent):
             said = text_of(msgspec.json.decode(last.reply)).strip()
-            if last.path.n > len(messages) and len(said) >= 40 and said in asked:
+            if last.path.n > len(messages) and len(said) >= 40 and said in told:
                 return self._match(state, messages, node=last, edge="compacts", kept=0, cause="summary")
         last = recent[-1]
-        if last.path.n > len(messages) + 1 and self._summary.search(asked):
+        if last.path.n > len(messages) + 1 and self._summary.search(told):
             return self._match(state, messages, node=last, edge="compacts", kept=0, cause="summary")
         return None
 

@@ -1,0 +1,517 @@
+"""From events to packed arrays: the tokens of interactions and trajectories, as a learner eats them.
+
+An event holds only what its parent does not have. Here whole prompts are put together again by copying runs of
+tokens from where they lie (a mapped segment, most often) into packed arrays: no Python per token, nothing decoded.
+
+Shapes: N nodes, R rows, T packed tokens. A row is an interaction (`individual`: its prompt and its output) or a
+trajectory (`trajectory`: a root-to-leaf path of `extends` edges, every output on it trained). As a `Trie` each token
+of a forest stands once. This module is free of torch: arrays are NumPy, and `torch.from_numpy` takes them as they are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from .errors import LogCorrupt
+from .events import Float32s, Int32s
+from .log import Log
+from .tree import shared_prefix
+
+Bools = npt.NDArray[np.bool_]
+Longs = npt.NDArray[np.int64]
+Form = Literal["individual", "trajectory"]
+
+NODE_COLUMNS = ("interaction_id", "parent_id", "edge", "n_prompt", "n_shared", "n_output", "writer", "position")
+"""What is read of the `interactions` table."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """R rows, packed: row r is `[cu_seqlens[r]:cu_seqlens[r+1]]` of the arrays over T.
+
+    logprobs and versions are those of the policy that sampled, in the order of the book; 0.0 and -1 where
+    loss_mask is False. Two loads of the same rows are equal byte for byte, whatever happened in between.
+    """
+
+    row_ids: list[str]  # R: the interaction, or the leaf of the trajectory
+    cu_seqlens: Int32s  # R+1
+    input_ids: Int32s  # T
+    loss_mask: Bools  # T: sampled in this row's trajectory
+    logprobs: Float32s  # T
+    versions: Int32s  # T
+    interaction_ids: list[str]  # N
+    run_nodes: Int32s  # runs of tokens, in the order in which they lie packed: index into interaction_ids
+    run_lengths: Int32s
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @cached_property
+    def positions(self) -> Int32s:
+        """T: place of a token within its row."""
+        lengths = np.diff(self.cu_seqlens)
+        return np.arange(self.n_tokens, dtype=np.int32) - np.repeat(self.cu_seqlens[:-1], lengths)
+
+    @cached_property
+    def rows(self) -> Int32s:
+        """T: the row of each token."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.cu_seqlens))
+
+    @cached_property
+    def nodes(self) -> Int32s:
+        """T: the interaction that brought each token, as an index into interaction_ids."""
+        return np.repeat(self.run_nodes, self.run_lengths)
+
+    @cached_property
+    def first_mask(self) -> Bools:
+        """T: loss_mask, but every sampled token only in the first row that has it: what is shared is trained once."""
+        is_output = self.run_nodes.copy()
+        is_output[0::2] = -1  # runs come in pairs: prompt, output
+        is_output[self.run_lengths == 0] = -1
+        first = np.zeros(len(is_output), np.bool_)
+        first[np.unique(is_output, return_index=True)[1]] = True
+        return self.loss_mask & np.repeat(first & (is_output >= 0), self.run_lengths)
+
+    def row(self, r: int) -> slice:
+        """Where row r lies in the arrays over T."""
+        return slice(int(self.cu_seqlens[r]), int(self.cu_seqlens[r + 1]))
+
+
+@dataclass(frozen=True)
+class Trie:
+    """The tokens of a forest, each once. Runs are depth first: a token sees the tokens before it, as far as `ends`.
+
+    Run k holds `[starts[k]:starts[k+1]]` and continues the last token of run `parents[k]` (-1: it begins a tree).
+    A token of it sees a token of run j < k iff k < ends[j], and the tokens before it in its own run.
+    """
+
+    input_ids: Int32s  # T
+    loss_mask: Bools  # T
+    logprobs: Float32s  # T
+    versions: Int32s  # T
+    positions: Int32s  # T: place in the path from the root
+    starts: Int32s  # runs + 1
+    parents: Int32s  # runs
+    ends: Int32s  # runs: one past the last run of its subtree
+    run_nodes: Int32s  # runs: index into interaction_ids
+    interaction_ids: list[str]  # N
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.input_ids)
+
+
+# ---------------------------------------------------------------- where the bytes lie
+
+
+def copy_runs(addresses: Longs, lengths: Longs, dtype: pa.DataType) -> npt.NDArray[Any]:
+    """Runs of 4-byte values, given by address and number, one after the other in a new array.
+
+    Whoever calls keeps the memory behind the addresses alive.
+    """
+    has_any = lengths > 0
+    if not has_any.all():
+        addresses, lengths = addresses[has_any], lengths[has_any]
+    if not len(lengths):
+        return np.empty(0, dtype.to_pandas_dtype())
+    # One list view over the whole address range: Arrow copies runs at the speed of memory and reads nothing between.
+    low = int(addresses.min())
+    size = int((addresses + 4 * lengths).max()) - low
+    values = pa.Array.from_buffers(dtype, size // 4, [None, pa.foreign_buffer(low, size)])
+    views = pa.LargeListViewArray.from_arrays(pa.array((addresses - low) >> 2), pa.array(lengths), values)
+    flat = views.flatten()
+    copied: npt.NDArray[Any] = flat.to_numpy()
+    # A single run comes back as a view of where it lies.
+    return copied.copy() if low <= copied.ctypes.data < low + size else copied
+
+
+_TOKEN_COLUMNS = ("prompt_ids", "output_ids", "logprobs", "versions")
+
+
+class _Places:
+    """Addresses and lengths of the token columns of some events, in the order of their positions."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.n = 0
+        self.addresses = np.empty((capacity, 4), np.int64)
+        self.lengths = np.empty((capacity, 2), np.int32)  # of prompt_ids and output_ids
+
+    def extend(self, batch: pa.RecordBatch) -> None:
+        n = batch.num_rows
+        while self.n + n > len(self.addresses):
+            grown = max(1024, 2 * len(self.addresses))
+            self.addresses = np.resize(self.addresses, (grown, 4))
+            self.lengths = np.resize(self.lengths, (grown, 2))
+        for k, name in enumerate(_TOKEN_COLUMNS):
+            addresses, lengths = _places(batch.column(name))
+            self.addresses[self.n : self.n + n, k] = addresses
+            if k < 2:
+                self.lengths[self.n : self.n + n, k] = lengths
+        self.n += n
+
+
+def _places(column: pa.ListArray) -> tuple[Longs, Int32s]:
+    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    values = column.values
+    buffer = values.buffers()[1]
+    base = (0 if buffer is None else buffer.address) + 4 * values.offset
+    lengths = np.diff(offsets)
+    if column.null_count:
+        lengths = np.where(column.is_null().to_numpy(zero_copy_only=False), 0, lengths)
+    return base + 4 * offsets[:-1].astype(np.int64), lengths
+
+
+class Payloads:
+    """Where the tokens of a log's events lie in memory. Follows the log; holds its batches, which are mapped files."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._writers: dict[str, _Places] = {}
+        self._batches: list[pa.RecordBatch] = []
+
+    def catch_up(self) -> None:
+        """Note what is new in the log."""
+        for batch in self._log.read({writer: places.n for writer, places in self._writers.items()}):
+            if not batch.num_rows:
+                continue
+            places = self._writers.setdefault(batch.column("writer")[0].as_py(), _Places())
+            places.extend(batch)
+            self._batches.append(batch)
+
+    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> tuple[Longs, Int32s]:
+        """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, and lengths [N, 2] of the first two."""
+        addresses = np.empty((len(positions), 4), np.int64)
+        lengths = np.empty((len(positions), 2), np.int32)
+        codes = writers.combine_chunks().dictionary_encode()
+        for code, writer in enumerate(codes.dictionary.to_pylist()):
+            mine = slice(None) if len(codes.dictionary) == 1 else np.flatnonzero(codes.indices.to_numpy() == code)
+            wanted = positions[mine]
+            places = self._writers.get(writer)
+            if places is None or int(wanted.max()) >= places.n:
+                self.catch_up()
+                places = self._writers.get(writer)
+                if places is None or int(wanted.max()) >= places.n:
+                    raise KeyError(f"no event at position {int(wanted.max())} of writer {writer!r}")
+            addresses[mine] = places.addresses[wanted]
+            lengths[mine] = places.lengths[wanted]
+        return addresses, lengths
+
+
+# ---------------------------------------------------------------- the tree
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """N interactions and all above them whose tokens they share, with the places of what each brought."""
+
+    interaction_ids: list[str]
+    parent: Int32s  # index, -1 for none
+    is_continuing: Bools  # `extends`, or `retries`, which takes the place of its parent: outputs above stay trained
+    n_shared: Longs
+    n_prompt: Longs
+    n_output: Longs
+    addresses: Longs  # [N, 4]
+    payloads: Payloads  # keeps what lies at the addresses
+
+    @classmethod
+    def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
+        """From rows of `interactions` (NODE_COLUMNS), which must hold every parent that shares tokens."""
+        ids = table.column("interaction_id").combine_chunks()
+        parents = table.column("parent_id").combine_chunks()
+        found = pa.compute.index_in(parents, ids) if len(ids) else pa.array([], pa.int32())
+        parent = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
+        edges = table.column("edge").combine_chunks()
+        continuing = pa.compute.is_in(edges, _CONTINUING).to_numpy(zero_copy_only=False)
+        n_shared, n_prompt, n_output = (
+            table.column(name).to_numpy().astype(np.int64) for name in ("n_shared", "n_prompt", "n_output")
+        )
+        addresses, lengths = payloads.locate(table.column("writer"), table.column("position").to_numpy())
+        names = ids.to_pylist()
+        orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
+        if len(orphans):
+            raise KeyError(f"{names[orphans[0]]} shares {n_shared[orphans[0]]} tokens with a parent that was not given")
+        wrong = np.flatnonzero((lengths[:, 0] != n_prompt - n_shared) | (lengths[:, 1] != n_output))
+        if len(wrong):
+            i = wrong[0]
+            raise LogCorrupt(
+                f"{names[i]}: the views say {n_prompt[i] - n_shared[i]} new prompt and {n_output[i]} output tokens, "
+                f"the log has {lengths[i, 0]} and {lengths[i, 1]}; rebuild the views"
+            )
+        return cls(names, parent, continuing, n_shared, n_prompt, n_output, addresses, payloads)
+
+    def __len__(self) -> int:
+        return len(self.interaction_ids)
+
+    def load(self, rows: Sequence[int] | Longs | None = None, *, form: Form = "individual") -> Tokens:
+        """The rows that end at these nodes (default: all nodes), packed in this order."""
+        ends = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
+        row, node, limit, is_trained = self._paths(ends, every_output=form == "trajectory")
+        # Each node brings two runs: what its prompt adds, and its output; a branch may leave in the middle of either.
+        n_shared, n_prompt = self.n_shared[node], self.n_prompt[node]
+        lengths = np.empty((len(node), 2), np.int64)
+        np.minimum(limit, n_prompt, out=lengths[:, 0])
+        lengths[:, 0] -= n_shared
+        np.maximum(lengths[:, 0], 0, out=lengths[:, 0])
+        np.minimum(limit - n_prompt, self.n_output[node], out=lengths[:, 1])
+        np.maximum(lengths[:, 1], 0, out=lengths[:, 1])
+        totals = self.n_prompt[ends] + self.n_output[ends]
+        cu_seqlens = np.zeros(len(ends) + 1, np.int32)
+        np.cumsum(totals, out=cu_seqlens[1:])
+        if lengths.sum() != totals.sum():
+            self._complain(ends, row, lengths)
+        places = self.addresses[node]
+        ids, mask, logprobs, versions = _pack(lengths, places[:, 0], places[:, 1:], is_trained)
+        names = self.interaction_ids
+        return Tokens(
+            row_ids=[names[i] for i in ends.tolist()],
+            cu_seqlens=cu_seqlens,
+            input_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            interaction_ids=names,
+            run_nodes=np.repeat(node.astype(np.int32), 2),
+            run_lengths=lengths.ravel().astype(np.int32),
+        )
+
+    def _paths(self, ends: Longs, every_output: bool) -> tuple[Longs, Longs, Longs, Bools]:
+        """Every (row, node) on the way from each end to its root, root first; how many tokens of the path up to the
+        node's output the row has; and whether the node's output is trained in that row."""
+        row, node = np.arange(len(ends)), ends
+        limit = np.full(len(ends), np.iinfo(np.int64).max)
+        trained = np.ones(len(ends), np.bool_)
+        levels = []
+        while len(node):
+            levels.append((row, node, limit, trained))
+            shared = self.n_shared[node]
+            limit = np.minimum(limit, shared)
+            trained = trained & self.is_continuing[node] if every_output else np.zeros(len(node), np.bool_)
+            node = self.parent[node].astype(np.int64)
+            up = limit > 0
+            if not up.all():
+                row, node, limit, trained = row[up], node[up], limit[up], trained[up]
+        if not levels:
+            return row, node, limit, trained
+        row, node, limit, trained = (np.concatenate(parts) for parts in zip(*reversed(levels), strict=True))
+        order = np.argsort(row, kind="stable")
+        return row[order], node[order], limit[order], trained[order]
+
+    def packs(
+        self, rows: Sequence[int] | Longs | None = None, *, max_tokens: int, form: Form = "individual"
+    ) -> Iterator[Tokens]:
+        """`load` in pieces of at most `max_tokens` tokens, in order; a longer row comes alone."""
+        ends = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
+        until = np.cumsum(self.n_prompt[ends] + self.n_output[ends])
+        at, done = 0, 0
+        while at < len(ends):
+            stop = max(at + 1, int(np.searchsorted(until, done + max_tokens, side="right")))
+            yield self.load(ends[at:stop], form=form)
+            at, done = stop, int(until[stop - 1])
+
+    def trie(self, rows: Sequence[int] | Longs | None = None) -> Trie:
+        """The forest above these nodes (default: all), every token once; only the outputs of these are trained.
+
+        Prompts that begin alike are one there, too: the prompt of a group, or of samples of one request.
+        """
+        chosen = np.arange(len(self)) if rows is None else np.unique(np.asarray(rows, np.int64))
+        parent, shared = self.parent.astype(np.int64), self.n_shared.copy()
+        is_used = np.zeros(len(self), np.bool_)
+        level = chosen
+        while len(level):
+            is_used[level] = True
+            level = parent[level[shared[level] > 0]]
+            level = np.unique(level[~is_used[level]])
+        used = np.flatnonzero(is_used).tolist()
+        self._merge_prompts(used, parent, shared)
+        # A node's own tokens are the stretch [shared, end) of its path; it is cut where others branch off.
+        end = self.n_prompt + self.n_output
+        branches: dict[int, dict[int, list[int]]] = {}  # node -> where it is cut -> who branches off there
+        trees = []
+        for i in used:
+            at = int(shared[i])
+            above = int(parent[i])
+            while above >= 0 and shared[above] >= at:
+                above = int(parent[above])
+            if above < 0:
+                trees.append(i)
+            else:
+                branches.setdefault(above, {}).setdefault(at, []).append(i)
+        run_node: list[int] = []
+        run_from: list[int] = []
+        run_to: list[int] = []
+        parents: list[int] = []
+        stack = [(i, int(shared[i]), -1) for i in reversed(trees)]
+        while stack:
+            i, at, above = stack.pop()
+            cuts = branches.get(i, {})
+            stop = min((c for c in cuts if c > at), default=int(end[i]))
+            if stop > at:
+                run_node.append(i)
+                run_from.append(at)
+                run_to.append(stop)
+                parents.append(above)
+                above = len(parents) - 1
+            if stop < end[i]:
+                stack.append((i, stop, above))
+            stack.extend((child, int(shared[child]), above) for child in reversed(cuts.get(stop, ())))
+        ends = list(range(1, len(parents) + 1))
+        for k in range(len(parents) - 1, -1, -1):
+            if parents[k] >= 0:
+                ends[parents[k]] = max(ends[parents[k]], ends[k])
+        return self._trie_arrays(np.isin(np.arange(len(self)), chosen), run_node, run_from, run_to, parents, ends)
+
+    def _merge_prompts(self, used: list[int], parent: Longs, shared: Longs) -> None:
+        """Hang nodes that branch at one point, and whose prompts begin alike there, on one another."""
+        siblings: dict[tuple[int, int], list[int]] = {}
+        for i in used:
+            siblings.setdefault((int(parent[i]) if shared[i] else -1, int(shared[i])), []).append(i)
+        for (above, at), group in siblings.items():
+            if above < 0:
+                parent[group] = -1
+            if len(group) < 2:
+                continue
+            prompts = {i: self._prompt(i) for i in group}
+            ordered = sorted(group, key=lambda i: prompts[i].tobytes())  # any total order puts like beginnings together
+            for before, i in pairwise(ordered):
+                common = shared_prefix(prompts[before], prompts[i])
+                if common:
+                    parent[i], shared[i] = before, at + common
+
+    def _prompt(self, i: int) -> Int32s:
+        n = self.n_prompt[i] - self.n_shared[i]
+        return copy_runs(self.addresses[i : i + 1, 0], np.array([n]), pa.int32())
+
+    def _trie_arrays(
+        self,
+        is_chosen: Bools,
+        run_node: list[int],
+        run_from: list[int],
+        run_to: list[int],
+        parents: list[int],
+        ends: list[int],
+    ) -> Trie:
+        node, start, stop = (np.array(a, np.int64) for a in (run_node, run_from, run_to))
+        n_prompt = self.n_prompt[node]
+        lengths = np.empty((len(node), 2), np.int64)
+        lengths[:, 0] = np.maximum(np.minimum(stop, n_prompt) - start, 0)
+        lengths[:, 1] = np.maximum(stop - np.maximum(start, n_prompt), 0)
+        skipped = np.maximum(start - n_prompt, 0)  # output tokens of the node in runs before this one
+        addresses = self.addresses[node]
+        is_trained = is_chosen[node]
+        ids, mask, logprobs, versions = _pack(
+            lengths,
+            addresses[:, 0] + 4 * (start - self.n_shared[node]),
+            addresses[:, 1:] + 4 * skipped[:, None],
+            is_trained,
+        )
+        sizes = stop - start
+        starts = np.zeros(len(node) + 1, np.int32)
+        np.cumsum(sizes, out=starts[1:])
+        positions = np.arange(len(ids)) + np.repeat(start - starts[:-1], sizes)
+        return Trie(
+            input_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            positions=positions.astype(np.int32),
+            starts=starts,
+            parents=np.array(parents, np.int32),
+            ends=np.array(ends, np.int32),
+            run_nodes=node.astype(np.int32),
+            interaction_ids=self.interaction_ids,
+        )
+
+    def _complain(self, ends: Longs, row: Longs, lengths: Longs) -> None:
+        have = np.bincount(np.repeat(row, 2), weights=lengths.ravel(), minlength=len(ends)).astype(np.int64)
+        for r, end in enumerate(ends):
+            expected = self.n_prompt[end] + self.n_output[end]
+            if have[r] != expected:
+                raise LogCorrupt(
+                    f"{self.interaction_ids[end]}: its deltas give {have[r]} tokens, expected {expected}; "
+                    "run `rollbook verify`"
+                )
+
+
+def _pack(lengths: Longs, prompts: Longs, outputs: Longs, is_trained: Bools) -> tuple[Int32s, Bools, Float32s, Int32s]:
+    """Ids, mask, logprobs and versions of runs. lengths [K, 2]: of prompt and output; prompts [K], outputs [K, 3]:
+    addresses of prompt_ids, and of output_ids, logprobs and versions."""
+    flat = lengths.ravel()
+    sources = np.stack([prompts, outputs[:, 0]], axis=1)
+    ids = copy_runs(sources.ravel(), flat, pa.int32())
+    # What is not trained has no logprob: its runs are copied from a stretch of zeros, and of -1 for versions.
+    longest = int(lengths.max(initial=1))
+    zeros, none = np.zeros(longest, np.float32), np.full(longest, -1, np.int32)
+    sources[:, 0] = zeros.ctypes.data
+    sources[:, 1] = np.where(is_trained, outputs[:, 1], zeros.ctypes.data)
+    logprobs = copy_runs(sources.ravel(), flat, pa.float32())
+    sources[:, 0] = none.ctypes.data
+    sources[:, 1] = np.where(is_trained, outputs[:, 2], none.ctypes.data)
+    versions = copy_runs(sources.ravel(), flat, pa.int32())
+    trained = np.zeros(lengths.shape, np.bool_)
+    trained[:, 1] = is_trained
+    return ids, np.repeat(trained.ravel(), flat), logprobs, versions
+
+
+_CONTINUING = pa.array(["extends", "retries"])
+
+
+# ---------------------------------------------------------------- AReaL's forms
+
+
+def export(
+    nodes: Nodes, rewards: Mapping[str, float | None], *, style: str = "individual"
+) -> dict[str, dict[str, npt.NDArray[Any]]]:
+    """One session's samples as AReaL's users expect them: interaction id -> arrays with a batch dimension of 1.
+
+    input_ids, loss_mask, logprobs and versions as in `Tokens`, attention_mask, and rewards [1] (NaN where there is
+    none). `individual`: every interaction. `concat`: the leaves, with every output on the way; all edges must be
+    token-exact. `tree`: the whole forest once, under the id of its first interaction, with the runs of `Trie`.
+    Raises ValueError for another style, and for `concat` where a history was rendered anew.
+    """
+    if style == "tree":
+        trie = nodes.trie()
+        if not len(nodes):
+            return {}
+        fields = ("input_ids", "loss_mask", "logprobs", "versions", "positions", "starts", "parents", "ends")
+        arrays = {name: np.asarray(getattr(trie, name))[None] for name in fields}
+        arrays["attention_mask"] = np.ones((1, trie.n_tokens), np.bool_)
+        values = [rewards.get(trie.interaction_ids[k]) for k in trie.run_nodes.tolist()]
+        arrays["rewards"] = np.array([np.nan if v is None else v for v in values], np.float32)
+        return {trie.interaction_ids[int(trie.run_nodes[0])]: arrays}
+    if style == "individual":
+        tokens = nodes.load()
+    elif style == "concat":
+        is_exact = nodes.is_continuing | (nodes.parent < 0)
+        if not is_exact.all():
+            raise ValueError(
+                "Cannot export interactions in 'concat' style: "
+                f"{nodes.interaction_ids[int(np.flatnonzero(~is_exact)[0])]} was rendered anew from its messages, so "
+                "its prompt is not its parent's tokens; use style 'individual'"
+            )
+        leaves = np.setdiff1d(np.arange(len(nodes)), nodes.parent)
+        tokens = nodes.load(leaves, form="trajectory")
+    else:
+        raise ValueError(f"Invalid export interactions style {style!r}; expected 'individual', 'concat' or 'tree'")
+    samples = {}
+    for r, name in enumerate(tokens.row_ids):
+        at = tokens.row(r)
+        reward = rewards.get(name)
+        samples[name] = {
+            "input_ids": tokens.input_ids[None, at],
+            "loss_mask": tokens.loss_mask[None, at].astype(np.int32),
+            "logprobs": tokens.logprobs[None, at],
+            "versions": tokens.versions[None, at],
+            "attention_mask": np.ones((1, at.stop - at.start), np.bool_),
+            "rewards": np.array([np.nan if reward is None else reward], np.float32),
+        }
+    return samples
