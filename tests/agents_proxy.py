@@ -12,7 +12,7 @@ from rollbook.proxy.errors import BadRequest, Busy, EngineUnavailable, SessionEn
 class KeepingProxy:
     """Sessions in a dict; `calls` says how many model calls a session is taken to have made."""
 
-    base_url: str = "http://127.0.0.1:1"
+    base_url: str = "http://127.0.0.1:1/v1"
     calls: int = 1
     sessions: dict[str, dict] = field(default_factory=dict)
     busy: int = 0
@@ -29,7 +29,7 @@ class KeepingProxy:
         self.sessions[key] = {"task_id": task_id, "state": "open", "reason": None, "rewards": {}, **facts}
         return SimpleNamespace(session_id=f"ep_{key}", api_key=key)
 
-    async def set_reward(self, api_key, reward, *, interaction_id=None, name="reward"):
+    async def set_reward(self, api_key, reward, *, interaction_id=None, source):
         if not self.calls or interaction_id not in (None, "i0"):
             raise BadRequest(f"no interaction {interaction_id}")
         self.sessions[api_key]["rewards"][interaction_id] = reward

@@ -20,6 +20,7 @@ from .config import RolloutConfig
 from .data import Task, order
 from .errors import RolloutsFailing
 from .runner import Episode, Runner, group_id_of, remaining_attempts
+from .watch import watching
 
 Ended = Mapping[str, Sequence[tuple[int, str]]]
 """group_id -> (attempt, state) of each of its episodes that ended."""
@@ -106,6 +107,10 @@ class RolloutLoop:
     async def run(self) -> None:
         """Until the epochs are over. Raises RolloutsFailing, or what the proxy raises when it is gone."""
         self._home = asyncio.get_running_loop()
+        with watching(self.runner.workflow):
+            await self._draw()
+
+    async def _draw(self) -> None:
         async with anyio.create_task_group() as group:
             epoch = 0
             while self._total_epochs is None or epoch < self._total_epochs:

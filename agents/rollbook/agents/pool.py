@@ -25,6 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from .errors import WorkerTraceback, where
 from .threads import in_thread
 
 _spawn = multiprocessing.get_context("spawn")
@@ -38,10 +39,6 @@ class WorkerDied(Exception):
     """The process ended before it answered."""
 
 
-class WorkerTraceback(Exception):
-    """Where an exception was raised in the other process; stands as the cause of the exception itself."""
-
-
 class _Worker:
     """One process. All methods block; `kill` may be called from any thread at any time, twice is once."""
 
@@ -51,10 +48,10 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def call(self, job: bytes) -> tuple[bool, Any, str]:
+    def call(self, job: bytes) -> tuple[bool, Any, WorkerTraceback | None]:
         """Raises EOFError or OSError when the process is gone."""
         self.connection.send_bytes(job)
-        answer: tuple[bool, Any, str] = pickle.loads(self.connection.recv_bytes())
+        answer: tuple[bool, Any, WorkerTraceback | None] = pickle.loads(self.connection.recv_bytes())
         return answer
 
     def kill(self) -> None:
@@ -63,7 +60,7 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # not there yet while the worker starts
             self.process.kill()
-        self.process.join(5)
+        threading.Thread(target=self.process.join, args=(5,), daemon=True).start()  # reap it without waiting
 
 
 class ProcessPool:
@@ -123,7 +120,7 @@ class ProcessPool:
             self._give_place()
         if is_ok:
             return value
-        raise value from WorkerTraceback("\n" + trace)
+        raise value from trace
 
     def close(self) -> None:
         """End every worker, also those at work."""
@@ -185,6 +182,7 @@ def _serve(connection: Connection) -> None:
         sys.path.insert(0, os.getcwd())
     pid = os.getpid()
     before = dict(os.environ)
+    loop = asyncio.Runner()  # one for all jobs, so that a client which an agent keeps stays usable
     while True:
         try:
             job = connection.recv_bytes()
@@ -195,8 +193,8 @@ def _serve(connection: Connection) -> None:
             os.environ.update(env)
             value = function(*args, **kwargs)
             if inspect.isawaitable(value):
-                value = asyncio.run(_await(value))
-            answer = pickle.dumps((True, value, ""))
+                value = loop.run(_await(value))
+            answer = pickle.dumps((True, value, None))
         except BaseException as error:  # whatever it is, the caller raises it
             answer = _raised(error)
         if os.getpid() != pid:
@@ -211,11 +209,15 @@ def _serve(connection: Connection) -> None:
 
 
 async def _await(awaitable: Any) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    finally:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:  # a job's loose ends do not reach the next job
+            task.cancel()
 
 
 def _raised(error: BaseException) -> bytes:
-    trace = traceback.format_exc()
+    trace = WorkerTraceback(traceback.format_exc(), where(error))
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):  # many exceptions do not survive a pickle
             answer = pickle.dumps((False, error, trace))

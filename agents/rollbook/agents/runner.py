@@ -9,7 +9,6 @@ prints is printed.
 import asyncio
 import os
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,8 +18,9 @@ import msgspec
 from rollbook.proxy.errors import BadRequest, Busy, NotFound, SessionEnded
 
 from .data import Task
-from .errors import AgentsError, AgentStopped, BadReward, Rejected
+from .errors import AgentStopped, BadReward, Rejected, describe
 from .rewards import Reward, read_reward
+from .watch import watching
 from .workflow import Session, Workflow, resolve
 
 STOP_S = 5.0
@@ -37,7 +37,7 @@ class Opened(Protocol):
 
 
 class Proxy(Protocol):
-    """What we use of `rollbook.proxy.client.ProxyClient`."""
+    """What we use of `rollbook.proxy.client.ProxyClient`. `base_url` ends in /v1."""
 
     @property
     def base_url(self) -> str: ...
@@ -54,8 +54,8 @@ class Proxy(Protocol):
     ) -> Opened: ...
 
     async def set_reward(
-        self, api_key: str, reward: float, *, interaction_id: str | None = None, name: str = "reward"
-    ) -> None: ...
+        self, api_key: str, reward: float, *, interaction_id: str | None = None, source: str = "client"
+    ) -> str | None: ...
 
     async def end_session(self, api_key: str, *, state: str = "done", reason: str | None = None) -> int: ...
 
@@ -126,6 +126,7 @@ class Runner:
         self.is_eval = is_eval
         self.n_running = 0
         self._on_episode = on_episode
+        self._source = f"agent {self.workflow.name}"
         self._left_behind: set[asyncio.Task[Any]] = set()
         self._places = anyio.Semaphore(max_concurrent) if max_concurrent else None
 
@@ -136,9 +137,10 @@ class Runner:
         async def one(i: int, task: Task) -> None:
             groups[i] = await self.run_group(task, epoch=epoch)
 
-        async with anyio.create_task_group() as group:
-            for i, task in enumerate(tasks):
-                group.start_soon(one, i, task)
+        with watching(self.workflow):
+            async with anyio.create_task_group() as group:
+                for i, task in enumerate(tasks):
+                    group.start_soon(one, i, task)
         return [episode for group_episodes in groups for episode in group_episodes]
 
     async def run_group(self, task: Task, *, epoch: int = 0, ended: Sequence[tuple[int, str]] = ()) -> list[Episode]:
@@ -168,9 +170,7 @@ class Runner:
 
     async def _run_session(self, task: Task, group_id: str, attempt: int) -> tuple[Episode, bool]:
         opened = await self._start_session(task, group_id, attempt)
-        session = Session(
-            session_id=opened.session_id, api_key=opened.api_key, base_url=self.proxy.base_url.rstrip("/") + "/v1"
-        )
+        session = Session(session_id=opened.session_id, api_key=opened.api_key, base_url=self.proxy.base_url)
         self.n_running += 1
         began = time.monotonic()
         state, n_interactions, is_final = "abandoned", 0, False
@@ -262,14 +262,14 @@ class Runner:
             return None
         if isinstance(reward, float):
             try:
-                await self.proxy.set_reward(session.api_key, reward)
+                await self.proxy.set_reward(session.api_key, reward, source=self._source)
             except BadRequest as error:
                 raise BadReward(f"the agent returned {reward:g}, which found no model call: {error}") from error
             return reward
         refused: list[str] = []
         for interaction_id, value in reward.items():
             try:
-                await self.proxy.set_reward(session.api_key, value, interaction_id=interaction_id)
+                await self.proxy.set_reward(session.api_key, value, interaction_id=interaction_id, source=self._source)
             except (BadRequest, NotFound):
                 refused.append(interaction_id)
         if refused:
@@ -278,19 +278,3 @@ class Runner:
                 f"episode; use the `id` of a reply. The other {len(reward) - len(refused)} were kept"
             )
         return sum(reward.values()) if reward else None
-
-
-def describe(error: BaseException, limit: int = 2000) -> str:
-    """An error as a reason: its type, what it says, and where in the agent's code it was raised."""
-    text = f"{type(error).__name__}: {error}".strip().rstrip(":")
-    if not isinstance(error, AgentsError):
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _HERE not in f.filename]
-        own = [f for f in frames if "site-packages" not in f.filename] or frames
-        if own:
-            text += f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno} in {own[-1].name})"
-    if isinstance(error, BaseExceptionGroup):
-        text += "".join(f"; {describe(each, limit)}" for each in error.exceptions[:3])
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-_HERE = os.path.dirname(os.path.abspath(__file__))

@@ -3,7 +3,7 @@
 `resolve` takes, in this order: a RolloutWorkflow instance, a RolloutWorkflow subclass (built with the keywords), an
 import string ("my_agent.MathAgent", "my_agent:MathAgent"), a class or an object with `run(data, **extra)`, a plain
 function of that shape. An agent is built once and serves every episode, so what it keeps on itself stays. Code that
-blocks runs in threads of its own.
+blocks runs in threads of its own. The row is copied for each episode: an agent may write into it.
 """
 
 import difflib
@@ -15,7 +15,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -50,42 +50,78 @@ class RolloutWorkflow(ABC):
         """Run one episode. Returns interactions (`client.export_interactions()`), a reward, or None to reject it."""
 
 
-class Workflow:
+class Workflow(ABC):
     """A resolved agent: `await workflow.run(data, session)` gives whatever the person's code returned."""
 
-    def __init__(self, name: str, call: Callable[..., Any], kind: Literal["async", "sync", "episode"]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.kind = kind
-        self._call = call
-        self._takes = _accepted_keywords(call)
-        self.is_moved = False  # blocking async code was seen: run it in threads from now on
 
     def __repr__(self) -> str:
-        return f"Workflow({self.name}, {self.kind}{', in threads' if self.is_moved else ''})"
+        return f"{type(self).__name__}({self.name})"
 
+    @abstractmethod
     async def run(self, data: Mapping[str, Any], session: Session) -> Any:
         """One episode. Raises what the agent raises."""
-        row = dict(data)  # an agent may write into its row; the next sample must not see it
-        if self.kind == "episode":
-            return await self._run_episode(row, session)
-        extra = {"base_url": session.base_url, "api_key": session.api_key, "http_client": None}
-        keywords = extra if self._takes is None else {k: v for k, v in extra.items() if k in self._takes}
-        if self.kind == "sync":
-            result = await in_thread(lambda: self._call(row, **keywords), name=self.name)
-            return await result if inspect.isawaitable(result) else result
-        if self.is_moved:
-            return await in_thread_loop(lambda: self._call(row, **keywords), name=self.name)
-        return await self._call(row, **keywords)
 
-    async def _run_episode(self, row: dict[str, Any], session: Session) -> Any:
+    def close(self) -> None:  # noqa: B027, most start nothing
+        """End what the workflow itself started. Twice is once."""
+
+
+class AsyncAgent(Workflow):
+    """`async def run(data, **extra)`, on the runner's own loop, or on loops in threads once it was seen to block."""
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        super().__init__(name)
+        self._call = call
+        self._takes = _accepted_keywords(call)
+        self.is_moved = False
+
+    async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        keywords = _keywords(session, self._takes)
+        if self.is_moved:
+            return await in_thread_loop(lambda: self._call(dict(data), **keywords), name=self.name)
+        return await self._call(dict(data), **keywords)
+
+
+class SyncAgent(Workflow):
+    """`def run(data, **extra)`, each episode in a thread of its own."""
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        super().__init__(name)
+        self._call = call
+        self._takes = _accepted_keywords(call)
+
+    async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        result = await in_thread(lambda: self.run_here(data, session), name=self.name)
+        return await result if inspect.isawaitable(result) else result
+
+    def run_here(self, data: Mapping[str, Any], session: Session) -> Any:
+        """In this thread, blocking."""
+        return self._call(dict(data), **_keywords(session, self._takes))
+
+
+class DirectAgent(Workflow):
+    """A RolloutWorkflow: it makes its own client, and rewards through that."""
+
+    def __init__(self, name: str, arun_episode: Callable[..., Any]) -> None:
+        super().__init__(name)
+        self._arun_episode = arun_episode
+
+    async def run(self, data: Mapping[str, Any], session: Session) -> Any:
         engine = EpisodeEngine(session)
-        result = await self._call(engine, row)
+        result = await self._arun_episode(engine, dict(data))
         if result is None:
             raise Rejected(f"{self.name} returned None from arun_episode: it rejects this sample")
         if engine.rewards:
             return engine.rewards
         is_numbers = not isinstance(result, Mapping) or all(isinstance(v, int | float) for v in result.values())
         return result if is_numbers else None
+
+
+def _keywords(session: Session, takes: frozenset[str] | None) -> dict[str, Any]:
+    # No shared HTTP client: SDKs differ in which library they want one from, and build a fitting one themselves.
+    extra = {"base_url": session.base_url, "api_key": session.api_key, "http_client": None}
+    return extra if takes is None else {k: v for k, v in extra.items() if k in takes}
 
 
 def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
@@ -108,13 +144,13 @@ def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
             "pass the class, or build it with them"
         )
     if isinstance(target, RolloutWorkflow) or inspect.iscoroutinefunction(getattr(target, "arun_episode", None)):
-        return Workflow(name, target.arun_episode, "episode")
+        return DirectAgent(name, target.arun_episode)
     if inspect.isroutine(target):
-        call = _with_keywords(target, workflow_kwargs)
-        return Workflow(name, call, "async" if inspect.iscoroutinefunction(inspect.unwrap(target)) else "sync")
+        kind = AsyncAgent if inspect.iscoroutinefunction(inspect.unwrap(target)) else SyncAgent
+        return kind(name, _with_keywords(target, workflow_kwargs))
     run = getattr(target, "run", None)
     if callable(run):
-        return Workflow(name, run, "async" if inspect.iscoroutinefunction(inspect.unwrap(run)) else "sync")
+        return (AsyncAgent if inspect.iscoroutinefunction(inspect.unwrap(run)) else SyncAgent)(name, run)
     raise WorkflowError(
         f"workflow {name} is a {type(target).__name__} without a `run` method; expected "
         "`async def run(self, data, **extra_kwargs)` that returns a reward, or a RolloutWorkflow"

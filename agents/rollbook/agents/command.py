@@ -1,0 +1,124 @@
+"""Any program in any language as an agent.
+
+The program finds the proxy in its environment (`subprocesses.environment`), its task as JSON in the file
+ROLLBOOK_TASK_FILE, and leaves its reward in the file ROLLBOOK_REWARD_FILE: a number, or a JSON object
+{interaction_id: number}. Or it posts to /rl/set_reward and leaves no file. An exit code other than 0 is a failed
+episode, whose reason ends with the last lines of stderr. What it writes is shown; whatever it started ends with it.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from .errors import AgentFailed, BadReward
+from .subprocesses import environment
+from .workflow import Session, Workflow
+
+_TAIL_BYTES = 2000
+STOP_S = 2.0
+"""Between asking a program to end and ending it."""
+
+
+class CommandAgent(Workflow):
+    """Runs `command` once per episode. `env` is added to this process's own."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        super().__init__(" ".join(command))
+        self._command = list(command)
+        self._env = dict(env or {})
+
+    async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        with tempfile.TemporaryDirectory(prefix="rollbook-") as folder:
+            task, reward = Path(folder, "task.json"), Path(folder, "reward")
+            _write_task(task, data)
+            files = {"ROLLBOOK_TASK_FILE": str(task), "ROLLBOOK_REWARD_FILE": str(reward)}
+            await self._run({**os.environ, **environment(session), **self._env, **files})
+            return _read_reward_file(reward)
+
+    async def _run(self, env: dict[str, str]) -> None:
+        with _Shown() as stderr:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, env=env, stdin=asyncio.subprocess.DEVNULL, stderr=stderr.fd, start_new_session=True
+                )
+            except OSError as error:
+                raise AgentFailed(f"cannot start {self._command[0]!r}: {error.strerror}") from error
+            try:
+                code = await process.wait()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await _stop(process)
+        if code:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise AgentFailed(f"{self._command[0]} {how}" + (f": {stderr.tail}" if stderr.tail else ""))
+
+
+class _Shown:
+    """A pipe for a program's stderr: passed on to ours, its end kept. A thread reads, so that any program can write."""
+
+    def __init__(self) -> None:
+        self._source, self.fd = os.pipe()
+        self._kept = bytearray()
+        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+
+    def __enter__(self) -> "_Shown":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+        self._thread.join(1.0)  # it goes on where something that left the group still holds the pipe
+
+    @property
+    def tail(self) -> str:
+        """The last 2000 bytes."""
+        return self._kept.decode(errors="replace").strip()
+
+    def _read(self) -> None:
+        with open(self._source, "rb", buffering=0) as source:
+            while piece := source.read(1 << 16):
+                sys.stderr.write(piece.decode(errors="replace"))
+                self._kept += piece
+                del self._kept[:-_TAIL_BYTES]
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End the program, if it has not ended, and what it started."""
+    if process.returncode is None:
+        _kill_group(process.pid, signal.SIGTERM)
+        with anyio.move_on_after(STOP_S):
+            await process.wait()
+    _kill_group(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _write_task(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(dict(data), ensure_ascii=False, default=str), encoding="utf-8")
+
+
+def _read_reward_file(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text) if text else None
+    except ValueError as error:
+        raise BadReward(
+            f"the reward file holds {text[:60]!r}; expected a number, or a JSON object {{interaction_id: number}}"
+        ) from error
