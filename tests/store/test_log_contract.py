@@ -31,7 +31,13 @@ def directory_books(tmp_path: Path) -> Callable[[str], Log]:
     return lambda writer: DirectoryLog(tmp_path / f"book{number}", writer)
 
 
-LOGS = {"memory": memory_books, "directory": directory_books}
+def sealing_books(tmp_path: Path) -> Callable[[str], Log]:
+    """Each frame is a segment, sealed in the background as soon as the next is begun."""
+    number = len(list(tmp_path.iterdir()))
+    return lambda writer: DirectoryLog(tmp_path / f"book{number}", writer, roll_bytes=1, live_bytes=0)
+
+
+LOGS = {"memory": memory_books, "directory": directory_books, "sealing": sealing_books}
 
 
 @pytest.fixture(params=LOGS)

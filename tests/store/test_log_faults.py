@@ -95,7 +95,7 @@ def kill_and_check(path: Path, seed: int) -> None:
     # A client that saw no answer appends again: what is there keeps its place.
     where = {e.event_id: i for i, e in enumerate(after)}
     n = max(mine)
-    again = [numbered(seed, i) for i in (*rng.sample(sorted(mine), 3), n + 1000)]
+    again = [numbered(seed, i) for i in (*rng.choices(sorted(mine), k=3), n + 1000)]
     assert log.append_blocking(*again) == [*(where[e.event_id] for e in again[:3]), len(after)]
     log.close()
 
@@ -169,7 +169,7 @@ def test_a_tail_of_zeros_is_cut_wherever_they_begin(torn: Torn) -> None:
     path, segment, start, _ = torn
     whole = segment.read_bytes()
     logging.getLogger("rollbook.store").setLevel(logging.ERROR)
-    for size in range(start, len(whole)):
+    for size in range(start, len(whole), 5):
         torn_bytes = whole[:size] + bytes(len(whole) - size)
         if torn_bytes == whole:  # the last bytes of a frame are zeros anyway
             break

@@ -1,7 +1,8 @@
 """The log as a directory: framed Arrow segments, one folder per writer, no lock between writers.
 
-    BOOK/book.json                      which format the book has
-    BOOK/log/<writer>/<first>.log       segments, named by the position of their first event; only the last one grows
+    BOOK/book.json                                 which format the book has
+    BOOK/log/<writer>/<first>.log                  segments of frames; only the last one of a writer grows
+    BOOK/sealed/<writer>/<first>-<next>.parquet    older segments, compressed in the background
 
 Appends go to one thread, which takes what is waiting, writes it as one frame, syncs once and answers everybody
 (group commit). An event is acknowledged when its frame is synced, and read in this process no sooner. A failed
@@ -21,8 +22,6 @@ import os
 import queue
 import re
 import threading
-from array import array
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -40,6 +39,8 @@ from ._version import __version__
 from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed
 from .events import SCHEMA, Event, check, to_batch
 from .log import START, Cursor, advance
+from .sealing import SealingStopped, seal, sync_folder
+from .segments import Chain, Sealed, Segment, log_name
 
 FORMAT = 1
 """Of the directory. A reader refuses a newer one by name."""
@@ -49,6 +50,7 @@ _WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DRAIN_EVENTS = 512
 _DRAIN_BYTES = 32 << 20
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
+_PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
 _KEY_SETS = 16  # closed segments whose ids are kept sorted in memory; others are read again when needed
 
 fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
@@ -103,283 +105,37 @@ def create_book(path: Path) -> None:
     sync_folder(path)
 
 
-def sync_folder(path: Path) -> None:
-    """Make names created, renamed or removed in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-# ---- segments ------------------------------------------------------------------------------------------------------
-
-
-class Segment:
-    """One file of frames and where in it each position lies. The last of a writer may grow; others are closed.
-
-    Frames of a growing segment are verified before they are listed. Frames of a closed one are listed by their
-    headers and verified when first read. A frame once listed stays where it is, also if the file is unlinked.
-    """
-
-    def __init__(self, path: Path, first: int) -> None:
-        self.path = path
-        self.first = first
-        self.next = first  # the position after the last listed frame
-        self.end = 0  # the offset after the last listed frame
-        self.lowest: bytes | None = None
-        self.highest = b""
-        self._firsts = array("q")
-        self._offsets = array("q")
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._map: pa.Buffer | None = None
-        self._verified: bytearray | None = None  # one flag per frame; None where all were verified when listed
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __len__(self) -> int:
-        return len(self._firsts)
-
-    def add(self, frame: frames.Frame) -> None:
-        """List the frame that lies at `end`."""
-        self._offsets.append(self.end)
-        self._firsts.append(frame.first)
-        self.lowest = frame.lowest if self.lowest is None else min(self.lowest, frame.lowest)
-        self.highest = max(self.highest, frame.highest)
-        self.end += frame.size
-        self.next = frame.first + frame.rows
-
-    def extend(self) -> str | None:
-        """List what a growing segment has beyond `end`, verified.
-
-        Returns why it stopped before the end of the file, None if it did not. Raises LogCorrupt where good frames
-        follow a bad one: a torn tail has nothing after it, since a frame is synced before the next is begun.
-        """
-        size = os.fstat(self._fd).st_size
-        while self.end < size:
-            frame, fault = self._check(self.end, size)
-            if frame is None:
-                rest = os.pread(self._fd, size - self.end, self.end)
-                later = frames.find_frame(rest)
-                if later is None:
-                    return fault
-                # The writer may have finished this frame and another since we looked.
-                frame, fault = self._check(self.end, size)
-                if frame is None:
-                    raise LogCorrupt(
-                        f"{self.path} at offset {self.end}: {fault}, but a good frame follows at "
-                        f"{self.end + later}; this is damage, not an interrupted write: restore the file from a copy"
-                    )
-            self.add(frame)
-        return None
-
-    def _check(self, offset: int, size: int) -> tuple[frames.Frame | None, str | None]:
-        frame = frames.decode_header(os.pread(self._fd, frames.SIZE, offset))
-        if frame is None:
-            return None, "short header" if size - offset < frames.SIZE else "bad header checksum"
-        if offset + frame.size > size:
-            return None, "short frame"
-        self._check_header(frame, offset)
-        if not frames.is_body_good(frame, self._read(offset + frames.SIZE, frame.length)):
-            return None, "bad checksum"
-        return frame, None
-
-    def _check_header(self, frame: frames.Frame, offset: int) -> None:
-        if frame.first != self.next:
-            raise LogCorrupt(
-                f"{self.path} at offset {offset}: expected position {self.next}, found {frame.first}; "
-                "a frame is missing: restore the file from a copy"
-            )
-        if frame.layout not in frames.LAYOUTS:
-            raise BookTooNew(
-                f"{self.path} at offset {offset} has columns of layout {frame.layout}; this is rollbook {__version__}, "
-                f"which knows up to {max(frames.LAYOUTS)}: upgrade rollbook to read it"
-            )
-
-    def list_closed(self) -> None:
-        """List a closed segment by its headers."""
-        self.map()
-        data = memoryview(self._map) if self._map is not None else memoryview(b"")
-        while self.end < len(data):
-            frame = frames.decode_header(data[self.end : self.end + frames.SIZE])
-            if frame is None or self.end + frame.size > len(data):
-                raise LogCorrupt(
-                    f"{self.path} at offset {self.end}: bad header checksum in a segment that others follow; "
-                    "restore the file from a copy"
-                )
-            self._check_header(frame, self.end)
-            self.add(frame)
-        self._verified = bytearray(len(self))
-
-    def map(self) -> None:
-        """Map the file as far as frames are listed, all of it where none are. The map outlives the file's name."""
-        if (self._map is None or self._map.size < self.end) and os.fstat(self._fd).st_size:
-            with pa.memory_map(f"/proc/self/fd/{self._fd}" if self._is_unlinked() else str(self.path)) as file:
-                self._map = file.read_buffer()
-
-    def _is_unlinked(self) -> bool:
-        return os.fstat(self._fd).st_nlink == 0
-
-    def batch(self, k: int) -> pa.RecordBatch:
-        """Frame `k`. Zero copy where the file is mapped. Raises LogCorrupt."""
-        offset = self._offsets[k]
-        if self._map is not None and self._map.size >= self.end:
-            header = memoryview(self._map)[offset : offset + frames.SIZE]
-        else:
-            header = memoryview(os.pread(self._fd, frames.SIZE, offset))
-        frame = frames.decode_header(header)
-        body = None if frame is None else self._read(offset + frames.SIZE, frame.length)
-        is_verified = self._verified is None or self._verified[k]
-        if frame is None or body is None or not (is_verified or frames.is_body_good(frame, body)):
-            raise LogCorrupt(
-                f"{self.path} at offset {offset}: bad checksum in the frame of position {self._firsts[k]}; "
-                "restore the file from a copy"
-            )
-        if self._verified is not None:
-            self._verified[k] = 1
-        return frames.decode_body(frame, body)
-
-    def _read(self, offset: int, length: int) -> pa.Buffer:
-        if self._map is not None and self._map.size >= offset + length:
-            return self._map.slice(offset, length)
-        body = pa.allocate_buffer(length)
-        view, done = memoryview(body), 0
-        while done < length:
-            n = os.preadv(self._fd, [view[done:]], offset + done)
-            if n == 0:
-                return body.slice(0, done)
-            done += n
-        return body
-
-    def frame_of(self, position: int) -> int:
-        """Which frame holds a position that is in [first, next)."""
-        return bisect_right(self._firsts, position) - 1
-
-    def ids(self) -> tuple["np.ndarray[Any, Any]", pa.Array]:
-        """All event ids in order, as fingerprints and as they are."""
-        columns = [self.batch(k).column("event_id") for k in range(len(self))]
-        ids = pa.concat_arrays(columns) if columns else pa.array([], pa.binary(16))
-        return frames.id_keys(ids), ids
-
-
-class Chain:
-    """The segments of one writer, in order and without gaps."""
-
-    def __init__(self, book: Path, writer: str) -> None:
-        self.writer = writer
-        self.folder = book / "log" / writer
-        self.segments: list[Segment] = []
-
-    @property
-    def next(self) -> int:
-        return self.segments[-1].next if self.segments else 0
-
-    def close(self) -> None:
-        for segment in self.segments:
-            segment.close()
-
-    def refresh(self) -> str | None:
-        """List what the writer has written since. Returns why the last segment's tail was left out, if it was."""
-        if not self.segments:
-            self._append_listed(self._names())
-        while self.segments:
-            last = self.segments[-1]
-            fault = last.extend()
-            # Only after `last` was seen complete, so that what was written to it before the next began is not missed.
-            if last.next == last.first or not (self.folder / _name(last.next)).exists():
-                return fault
-            fault = last.extend()
-            if fault is not None:
-                raise LogCorrupt(
-                    f"{last.path} at offset {last.end}: {fault} in a segment that others follow; "
-                    "restore the file from a copy"
-                )
-            last.map()
-            last.close()
-            self._append_listed([name for name in self._names() if name >= last.next])
-        return None
-
-    def _names(self) -> list[int]:
-        try:
-            return sorted(int(n[:-4]) for n in os.listdir(self.folder) if n.endswith(".log") and n[:-4].isdigit())
-        except FileNotFoundError:
-            return []
-
-    def _append_listed(self, firsts: list[int]) -> None:
-        for i, first in enumerate(firsts):
-            if first != self.next:
-                raise LogCorrupt(
-                    f"{self.folder}: expected a segment that begins at position {self.next}, found {_name(first)}; "
-                    "a segment is missing: restore it from a copy"
-                )
-            segment = Segment(self.folder / _name(first), first)
-            if i + 1 < len(firsts):
-                segment.list_closed()
-                segment.close()
-            self.segments.append(segment)
-
-    def find(self, position: int) -> Segment | None:
-        i = bisect_right(self.segments, position, key=lambda s: s.first) - 1
-        return self.segments[i] if i >= 0 and position < self.segments[i].next else None
-
-    def batches(self, start: int) -> Iterator[pa.RecordBatch]:
-        """What is listed now at or after `start`."""
-        stop = self.next
-        while start < stop:
-            segment = self.find(start)
-            if segment is None:
-                return
-            batch = segment.batch(segment.frame_of(start))
-            batch = batch.slice(start - batch.column("position")[0].as_py())
-            start += batch.num_rows
-            yield batch
-
-
-def _name(first: int) -> str:
-    return f"{first:020d}.log"
-
-
 # ---- which ids a writer has seen -----------------------------------------------------------------------------------
 
 
 class SeenIds:
     """Event id -> first position, for every event of a writer, in bounded memory.
 
-    Ids of the last segment are in a dict. Of closed segments only the range of ids is kept: event ids begin with the
-    time, so a new event lies above all of them and needs one comparison. An id within a range is looked up in the
+    Ids of the last segment are in a dict. Of the others only the range of ids is known: event ids begin with the
+    time, so a new event lies above all of them and needs one comparison. An id within a range is looked up in that
     segment's sorted fingerprints, which are read when first needed, and a hit is confirmed by the id itself.
     """
 
-    def __init__(self) -> None:
-        self.recent: dict[bytes, int] = {}
-        self._closed: list[Segment] = []
-        self._newest = b""
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        last = chain.segments[-1]
+        self.recent: dict[bytes, int] = {id_: last.first + i for i, id_ in enumerate(last.ids()[1].to_pylist())}
         self._sorted: OrderedDict[int, tuple[Any, Any, pa.Array]] = OrderedDict()
-
-    def close_segment(self, segment: Segment) -> None:
-        """A segment got its last event: forget its ids, remember their range."""
-        self._closed.append(segment)
-        self._newest = max(self._newest, segment.highest)
-        self.recent.clear()
 
     def find(self, event_id: bytes) -> int | None:
         position = self.recent.get(event_id)
-        if position is not None or event_id > self._newest:
+        if position is not None:
             return position
-        for segment in self._closed:
-            if segment.lowest is not None and segment.lowest <= event_id <= segment.highest:
+        for segment in reversed(self._chain.segments[:-1]):
+            if event_id > segment.newest:  # of this and all before it
+                return None
+            if segment.lowest <= event_id <= segment.highest:
                 position = self._find_in(segment, event_id)
                 if position is not None:
                     return position
         return None
 
-    def _find_in(self, segment: Segment, event_id: bytes) -> int | None:
+    def _find_in(self, segment: Segment | Sealed, event_id: bytes) -> int | None:
         found = self._sorted.get(segment.first)
         if found is None:
             keys, ids = segment.ids()
@@ -414,6 +170,8 @@ class DirectoryLog:
     """See `log.Log`. With a writer name it appends under that name, alone; without one it only reads.
 
     roll_bytes: a segment that has reached it is closed and the next begun.
+    live_bytes: of this writer's newest events are kept as frames, which are read without a copy; older segments are
+        sealed, which makes them several times smaller. None: nothing is sealed but by `seal`.
     sync: what makes a file descriptor's data durable; another one is for tests of failing disks.
 
     Raises BookNotFound, BookTooNew, BookBusy (the writer name is taken by a live process), LogCorrupt and, where the
@@ -426,12 +184,14 @@ class DirectoryLog:
         writer: str | None = None,
         *,
         roll_bytes: int = 64 << 20,
+        live_bytes: int | None = 512 << 20,
         sync: Callable[[int], None] = fdatasync,
     ) -> None:
         self.path = Path(path)
         self.repairs: list[Repair] = []
         self._writer = writer
         self._roll_bytes = roll_bytes
+        self._live_bytes = live_bytes
         self._sync = sync
         self._chains: dict[str, Chain] = {}
         self._reading = threading.RLock()  # around the chains; batches are read outside
@@ -440,6 +200,11 @@ class DirectoryLog:
         self._failure: str | None = None
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._sealer: threading.Thread | None = None
+        self._sealing = threading.Lock()  # one segment at a time
+        self._to_seal = threading.Event()
+        self._parsed: OrderedDict[tuple[Path, int], tuple[int, pa.RecordBatch, int]] = OrderedDict()
+        self._parsed_bytes = 0
         if writer is None:
             check_book(self.path)
         else:
@@ -458,6 +223,10 @@ class DirectoryLog:
                 ) from error
             self._thread = threading.Thread(target=self._write_loop, name=f"rollbook-log-{writer}", daemon=True)
             self._thread.start()
+            if live_bytes is not None:
+                self._sealer = threading.Thread(target=self._seal_loop, name=f"rollbook-seal-{writer}", daemon=True)
+                self._sealer.start()
+                self._to_seal.set()
 
     def _open_writer(self, writer: str) -> None:
         create_book(self.path)
@@ -479,17 +248,13 @@ class DirectoryLog:
                 ) from None
             chain = self._chains[writer] = Chain(self.path, writer)
             fault = chain.refresh()
-            if not chain.segments:
-                self._begin_segment(chain)
-                last = chain.segments[-1]
-            else:
-                last = chain.segments[-1]
+            last = chain.segments[-1] if chain.segments else None
+            if isinstance(last, Segment):
                 self._fd = os.open(last.path, os.O_WRONLY | os.O_CLOEXEC)
                 self._cut(last, fault)
-            self._seen = SeenIds()
-            for segment in chain.segments[:-1]:
-                self._seen.close_segment(segment)
-            self._seen.recent = {id_: last.first + i for i, id_ in enumerate(last.ids()[1].to_pylist())}
+            else:
+                self._begin_segment(chain)
+            self._seen = SeenIds(chain)
         except BaseException:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -512,18 +277,22 @@ class DirectoryLog:
         # Frames that were written but not synced when the process died are kept, so they must be durable now.
         self._sync(self._fd)
 
-    def _begin_segment(self, chain: Chain) -> None:
-        path = chain.folder / _name(chain.next)
+    def _begin_segment(self, chain: Chain) -> Segment:
+        path = chain.folder / log_name(chain.next)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.fsync(self._folder_fd)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
+        segment = Segment(path, chain.next)
         with self._reading:
             if chain.segments:
-                chain.segments[-1].map()
-                chain.segments[-1].close()
-            chain.segments.append(Segment(path, chain.next))
+                last = chain.segments[-1]
+                segment.newest = last.newest
+                last.map()
+                last.close()
+            chain.segments = [*chain.segments, segment]
+        return segment
 
     # ---- append
 
@@ -575,6 +344,8 @@ class DirectoryLog:
                     is_open = False
                     break
                 requests.append(item)
+                if not item.events:  # from `seal`
+                    break
                 n_events += len(item.events)
                 n_bytes += sum(map(_size_bytes, item.events))
                 if n_events >= _DRAIN_EVENTS or n_bytes >= _DRAIN_BYTES:
@@ -607,6 +378,8 @@ class DirectoryLog:
                     fresh[id_] = event
                 request.positions.append(position)
         if not fresh:
+            if any(not request.events for request in requests):
+                self._roll()
             return
         try:
             batch = to_batch(list(fresh.values()), writer=chain.writer, first_position=first)
@@ -617,11 +390,22 @@ class DirectoryLog:
             for request in requests:  # one of them is bad: the others must not suffer for it
                 self._commit([request])
             return
-        if chain.segments[-1].end >= self._roll_bytes:
-            self._begin_segment(chain)
-            self._seen.close_segment(chain.segments[-2])
-        self._write(chain.segments[-1], frames.encode(batch, first, min(fresh), max(fresh)))
+        last = chain.segments[-1]
+        assert isinstance(last, Segment)
+        if last.end >= self._roll_bytes:
+            last = self._roll()
+        self._write(last, frames.encode(batch, first, min(fresh), max(fresh)))
         self._seen.recent.update(taken)
+
+    def _roll(self) -> Segment:
+        chain = self._chains[self._writer or ""]
+        last = chain.segments[-1]
+        if last.next > last.first:
+            last = self._begin_segment(chain)
+            self._seen.recent.clear()
+            self._to_seal.set()
+        assert isinstance(last, Segment)
+        return last
 
     def _write(self, segment: Segment, buffers: "list[bytes | memoryview]") -> None:
         frame = frames.decode_header(buffers[0])
@@ -672,16 +456,17 @@ class DirectoryLog:
 
     def _refresh(self) -> None:
         with self._reading:
-            try:
-                writers = os.listdir(self.path / "log")
-            except FileNotFoundError:
-                writers = []
+            writers = {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}
             for writer in writers:
                 if writer not in self._chains and _WRITER_NAME.fullmatch(writer):
                     self._chains[writer] = Chain(self.path, writer)
                 # Our own segments are listed as they become durable.
                 if writer in self._chains and (writer != self._writer or self._is_closed):
+                    before = self._chains[writer].segments
                     self._chains[writer].refresh()
+                    for segment in before:
+                        if self._parsed and segment not in self._chains[writer].segments:
+                            self._forget(segment)
 
     async def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
         wait_s = _POLL_S[0]
@@ -701,29 +486,115 @@ class DirectoryLog:
             wait_s = min(wait_s * 1.3, _POLL_S[1])
 
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
-        rows: list[pa.RecordBatch] = []
-        parsed: dict[tuple[str, int, int], pa.RecordBatch] = {}
-        is_fresh = False
+        slices: list[pa.RecordBatch] = []
+        begin = end = start = 0  # rows of `batch`, which begins at position `start`, that are asked for next
+        batch: pa.RecordBatch | None = None
+        owner = ""
         for writer, position in pointers:
+            row = position - start
+            if batch is not None and row == end and writer == owner and row < batch.num_rows:
+                end += 1
+                continue
+            if batch is not None:
+                slices.append(batch.slice(begin, end - begin))
+            start, batch = self._frame_at(writer, position)
+            owner, begin = writer, position - start
+            end = begin + 1
+        if batch is not None:
+            slices.append(batch.slice(begin, end - begin))
+        return pa.Table.from_batches(slices, SCHEMA)
+
+    def _frame_at(self, writer: str, position: int) -> tuple[int, pa.RecordBatch]:
+        """The frame that holds a position, and the position of its first row. Lately used ones are kept parsed."""
+        with self._reading:
             segment = self._find(writer, position)
-            if segment is None and not is_fresh:
+            if segment is None:
                 self._refresh()
-                is_fresh = True
                 segment = self._find(writer, position)
             if segment is None:
                 raise KeyError(f"no event at position {position} of writer {writer!r}")
             k = segment.frame_of(position)
-            batch = parsed.get((writer, segment.first, k))
-            if batch is None:
-                with self._reading:
-                    segment.map()
-                batch = parsed[writer, segment.first, k] = segment.batch(k)
-            rows.append(batch.slice(position - batch.column("position")[0].as_py(), 1))
-        return pa.Table.from_batches(rows, SCHEMA)
+            key = (segment.path, k)  # by path: a segment's frames are other ones once it is sealed
+            found = self._parsed.get(key)
+            if found is not None:
+                self._parsed.move_to_end(key)
+                return found[:2]
+            segment.map()
+        batch = segment.batch(k)
+        start = batch.column("position")[0].as_py()
+        cost = batch.nbytes if isinstance(segment, Sealed) else 20_000  # frames are views of a mapped file
+        with self._reading:
+            if key not in self._parsed:
+                self._parsed[key] = (start, batch, cost)
+                self._parsed_bytes += cost
+            while self._parsed_bytes > _PARSED_BYTES:
+                self._parsed_bytes -= self._parsed.popitem(last=False)[1][2]
+        return start, batch
 
-    def _find(self, writer: str, position: int) -> Segment | None:
+    def _forget(self, segment: Segment | Sealed) -> None:
+        """Let go of a segment's parsed frames: they keep its file mapped, and so on the disk, when it is removed."""
+        for key in [key for key in self._parsed if key[0] == segment.path]:
+            self._parsed_bytes -= self._parsed.pop(key)[2]
+
+    def _find(self, writer: str, position: int) -> Segment | Sealed | None:
         chain = self._chains.get(writer)
         return None if chain is None else chain.find(position)
+
+    # ---- seal
+
+    def seal(self) -> None:
+        """Close the segment being written and seal everything of this writer: before archiving or copying a book.
+
+        Raises LogClosed, LogCorrupt, LogWriteFailed (the disk refused; the log goes on and keeps its segments).
+        """
+        future: Future[list[int]] = Future()
+        self._submit(_Request((), future, None))
+        future.result()
+        try:
+            self._seal_down_to(0)
+        except OSError as error:
+            raise LogWriteFailed(
+                f"could not seal {self.path}: {error.strerror or error}; nothing is lost: free the disk and seal again"
+            ) from error
+        except SealingStopped:
+            raise LogClosed(
+                f"log of writer {self._writer!r} was closed while sealing; open it and seal again"
+            ) from None
+
+    def _seal_loop(self) -> None:
+        """The sealer's thread. What fails stays as it is until the next segment is full."""
+        while True:
+            self._to_seal.wait()
+            self._to_seal.clear()
+            if self._is_closed:
+                return
+            try:
+                self._seal_down_to(self._live_bytes or 0)
+            except SealingStopped:
+                return
+            except (OSError, LogCorrupt) as error:
+                _log.warning("could not seal a segment of %s, it stays a log: %s", self.path, error)
+
+    def _seal_down_to(self, live_bytes: int) -> None:
+        chain = self._chains[self._writer or ""]
+        with self._sealing:
+            while True:
+                live = [s for s in chain.segments if isinstance(s, Segment)]
+                if len(live) < 2 or sum(s.end for s in live[1:]) < live_bytes:
+                    return
+                self._seal_one(chain, live[0])
+
+    def _seal_one(self, chain: Chain, segment: Segment) -> None:
+        if not chain.sealed_folder.is_dir():
+            chain.sealed_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            sync_folder(chain.sealed_folder.parent)
+            sync_folder(self.path)
+        sealed = seal(segment, chain.sealed_folder, is_stopping=lambda: self._is_closed)
+        with self._reading:
+            chain.segments = [sealed if s is segment else s for s in chain.segments]
+            self._forget(segment)
+        segment.path.unlink()
+        sync_folder(chain.folder)
 
     # ---- close
 
@@ -733,12 +604,24 @@ class DirectoryLog:
                 return
             self._is_closed = True
             self._queue.put(None)
+        self._to_seal.set()
+        if self._sealer is not None:
+            self._sealer.join()
         if self._thread is not None:
             self._thread.join()
             os.close(self._fd)
             os.close(self._folder_fd)  # gives the writer's name back
         with self._reading:
             self._chains.clear()  # reading goes on to work: it lists the files anew
+            self._parsed.clear()
+            self._parsed_bytes = 0
+
+
+def _listdir(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
 
 
 def _size_bytes(event: Event) -> int:

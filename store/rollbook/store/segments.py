@@ -1,0 +1,399 @@
+"""The segments of a writer: where each position lies, in files that grow, are closed or are sealed.
+
+    BOOK/log/<writer>/<first>.log                  frames; only a writer's last one grows
+    BOOK/sealed/<writer>/<first>-<next>.parquet    the same events, compressed, written once
+
+`first` is the position of the first event, `next` the one after the last. Segments of a writer have no gaps between
+them; where a sealed one and its log exist both (a kill came between), they hold the same and the log is read. Both
+kinds have one shape here: numbered frames, which are record batches in order of position.
+"""
+
+import functools
+import os
+import threading
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from . import frames
+from ._version import __version__
+from .errors import BookTooNew, LogCorrupt
+from .events import SCHEMA
+
+Ids = tuple["np.ndarray[Any, Any]", pa.Array]
+"""Event ids in order: their fingerprints (see `frames.id_keys`) and themselves."""
+
+
+def log_name(first: int) -> str:
+    return f"{first:020d}.log"
+
+
+def sealed_name(first: int, next_: int) -> str:
+    return f"{first:020d}-{next_:020d}.parquet"
+
+
+class Segment:
+    """One file of frames and where in it each position lies. The last of a writer may grow; others are closed.
+
+    Frames of a growing segment are verified before they are listed. Frames of a closed one are listed by their
+    headers and verified when first read. A frame once listed stays where it is, also if the file is unlinked.
+    """
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.path = path
+        self.first = first
+        self.next = first  # the position after the last listed frame
+        self.end = 0  # the offset after the last listed frame
+        self.lowest = b""
+        self.highest = b""
+        self.newest = b""  # the highest id in this and all earlier segments of the writer
+        self._firsts = array("q")
+        self._offsets = array("q")
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._map: pa.Buffer | None = None
+        self._verified: bytearray | None = None  # one flag per frame; None where all were verified when listed
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def add(self, frame: frames.Frame) -> None:
+        """List the frame that lies at `end`."""
+        self.lowest = min(self.lowest, frame.lowest) if len(self) else frame.lowest
+        self.highest = max(self.highest, frame.highest)
+        self.newest = max(self.newest, frame.highest)
+        self._offsets.append(self.end)
+        self._firsts.append(frame.first)
+        self.end += frame.size
+        self.next = frame.first + frame.rows
+
+    def extend(self) -> str | None:
+        """List what a growing segment has beyond `end`, verified.
+
+        Returns why it stopped before the end of the file, None if it did not. Raises LogCorrupt where good frames
+        follow a bad one: a torn tail has nothing after it, since a frame is synced before the next is begun.
+        """
+        size = os.fstat(self._fd).st_size
+        while self.end < size:
+            frame, fault = self._check(self.end, size)
+            if frame is None:
+                rest = os.pread(self._fd, size - self.end, self.end)
+                later = frames.find_frame(rest)
+                if later is None:
+                    return fault
+                # The writer may have finished this frame and another since we looked.
+                frame, fault = self._check(self.end, size)
+                if frame is None:
+                    raise LogCorrupt(
+                        f"{self.path} at offset {self.end}: {fault}, but a good frame follows at "
+                        f"{self.end + later}; this is damage, not an interrupted write: restore the file from a copy"
+                    )
+            self.add(frame)
+        return None
+
+    def _check(self, offset: int, size: int) -> tuple[frames.Frame | None, str | None]:
+        frame = frames.decode_header(os.pread(self._fd, frames.SIZE, offset))
+        if frame is None:
+            return None, "short header" if size - offset < frames.SIZE else "bad header checksum"
+        if offset + frame.size > size:
+            return None, "short frame"
+        self._check_header(frame, offset)
+        if not frames.is_body_good(frame, self._read(offset + frames.SIZE, frame.length)):
+            return None, "bad checksum"
+        return frame, None
+
+    def _check_header(self, frame: frames.Frame, offset: int) -> None:
+        if frame.first != self.next:
+            raise LogCorrupt(
+                f"{self.path} at offset {offset}: expected position {self.next}, found {frame.first}; "
+                "a frame is missing: restore the file from a copy"
+            )
+        if frame.layout not in frames.LAYOUTS:
+            raise BookTooNew(
+                f"{self.path} at offset {offset} has columns of layout {frame.layout}; this is rollbook {__version__}, "
+                f"which knows up to {max(frames.LAYOUTS)}: upgrade rollbook to read it"
+            )
+
+    def list_closed(self) -> None:
+        """List a closed segment by its headers."""
+        self.map()
+        data = memoryview(self._map) if self._map is not None else memoryview(b"")
+        while self.end < len(data):
+            frame = frames.decode_header(data[self.end : self.end + frames.SIZE])
+            if frame is None or self.end + frame.size > len(data):
+                raise LogCorrupt(
+                    f"{self.path} at offset {self.end}: bad header checksum in a segment that others follow; "
+                    "restore the file from a copy"
+                )
+            self._check_header(frame, self.end)
+            self.add(frame)
+        self._verified = bytearray(len(self))
+        self.close()
+
+    def map(self) -> None:
+        """Map the file as far as frames are listed, all of it where none are. The map outlives the file's name."""
+        if self._fd >= 0 and (self._map is None or self._map.size < self.end) and os.fstat(self._fd).st_size:
+            # By descriptor: the name may have gone, since a sealed segment's log is removed.
+            with pa.memory_map(f"/proc/self/fd/{self._fd}") as file:
+                self._map = file.read_buffer()
+
+    def finish(self) -> None:
+        """The writer has gone on to the next segment: this one is whole now, or damaged."""
+        fault = self.extend()
+        if fault is not None:
+            raise LogCorrupt(
+                f"{self.path} at offset {self.end}: {fault} in a segment that others follow; "
+                "restore the file from a copy"
+            )
+        self.map()
+        self.close()
+
+    @property
+    def is_growing(self) -> bool:
+        return self._fd >= 0
+
+    @property
+    def is_unlinked(self) -> bool:
+        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+
+    def batch(self, k: int) -> pa.RecordBatch:
+        """Frame `k`. Zero copy where the file is mapped. Raises LogCorrupt."""
+        offset = self._offsets[k]
+        if self._map is not None and self._map.size >= self.end:
+            header = memoryview(self._map)[offset : offset + frames.SIZE]
+        else:
+            header = memoryview(os.pread(self._fd, frames.SIZE, offset))
+        frame = frames.decode_header(header)
+        body = None if frame is None else self._read(offset + frames.SIZE, frame.length)
+        is_verified = self._verified is None or self._verified[k]
+        if frame is None or body is None or not (is_verified or frames.is_body_good(frame, body)):
+            raise LogCorrupt(
+                f"{self.path} at offset {offset}: bad checksum in the frame of position {self._firsts[k]}; "
+                "restore the file from a copy"
+            )
+        if self._verified is not None:
+            self._verified[k] = 1
+        return frames.decode_body(frame, body)
+
+    def _read(self, offset: int, length: int) -> pa.Buffer:
+        if self._map is not None and self._map.size >= offset + length:
+            return self._map.slice(offset, length)
+        body = pa.allocate_buffer(length)
+        view, done = memoryview(body), 0
+        while done < length:
+            n = os.preadv(self._fd, [view[done:]], offset + done)
+            if n == 0:
+                return body.slice(0, done)
+            done += n
+        return body
+
+    def frame_of(self, position: int) -> int:
+        """Which frame holds a position that is in [first, next)."""
+        return bisect_right(self._firsts, position) - 1
+
+    def ids(self) -> Ids:
+        columns = [self.batch(k).column("event_id") for k in range(len(self))]
+        ids = pa.concat_arrays(columns) if columns else pa.array([], pa.binary(16))
+        return frames.id_keys(ids), ids
+
+
+class Sealed:
+    """One Parquet file. Its footer is read when first needed: a book has thousands of these."""
+
+    def __init__(self, path: Path, first: int, next_: int) -> None:
+        self.path = path
+        self.first = first
+        self.next = next_
+
+    def __len__(self) -> int:
+        return self._file().n_frames
+
+    @property
+    def lowest(self) -> bytes:
+        return self._file().lowest
+
+    @property
+    def highest(self) -> bytes:
+        return self._file().highest
+
+    @property
+    def newest(self) -> bytes:
+        return self._file().newest
+
+    def _file(self) -> "_ParquetFile":
+        stat = os.stat(self.path)
+        return _open_parquet(str(self.path), stat.st_ino, stat.st_mtime_ns)
+
+    def frame_of(self, position: int) -> int:
+        """Which row group holds a position that is in [first, next)."""
+        return bisect_right(self._file().starts, position - self.first) - 1
+
+    def batch(self, k: int) -> pa.RecordBatch:
+        """Row group `k`, decoded. Raises LogCorrupt."""
+        return self._file().read(k, None)
+
+    def ids(self) -> Ids:
+        file = self._file()
+        columns = [file.read(k, ["event_id"]).column(0) for k in range(file.n_frames)]
+        ids = pa.concat_arrays(columns)
+        return frames.id_keys(ids), ids
+
+    def map(self) -> None:
+        """Nothing to do: see `Segment.map`."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _ParquetFile:
+    """An open sealed file: mapped, so that it can be replaced (by `prune`) while it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            with pa.memory_map(path) as file:
+                self._file = pq.ParquetFile(pa.BufferReader(file.read_buffer()), page_checksum_verification=True)
+            footer = self._file.metadata
+            notes = footer.metadata or {}
+            self.lowest, self.highest, self.newest = (bytes.fromhex(notes[k].decode()) for k in SEALED_IDS)
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise self._corrupt(error) from error
+        self.n_frames = footer.num_row_groups
+        self.starts = [0]
+        for k in range(self.n_frames - 1):
+            self.starts.append(self.starts[-1] + footer.row_group(k).num_rows)
+        self._lock = threading.Lock()
+
+    def read(self, k: int, columns: list[str] | None) -> pa.RecordBatch:
+        try:
+            with self._lock:
+                table = self._file.read_row_group(k, columns=columns)
+            if columns is None:
+                table = table.cast(SCHEMA)
+            (batch,) = table.combine_chunks().to_batches()
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            raise self._corrupt(error) from error
+        return batch
+
+    def _corrupt(self, error: Exception) -> LogCorrupt:
+        reason = " ".join(str(error).split())
+        return LogCorrupt(f"{self.path}: not a readable sealed segment ({reason}); restore the file from a copy")
+
+
+SEALED_IDS = (b"rollbook.lowest", b"rollbook.highest", b"rollbook.newest")
+"""What a sealed file's footer says about the event ids in it, in hex; the last is of all earlier segments too."""
+
+
+@functools.lru_cache(maxsize=64)
+def _open_parquet(path: str, inode: int, mtime_ns: int) -> _ParquetFile:
+    return _ParquetFile(path)
+
+
+class Chain:
+    """The segments of one writer, in order and without gaps. Whoever calls `refresh` holds a lock."""
+
+    def __init__(self, book: Path, writer: str) -> None:
+        self.writer = writer
+        self.folder = book / "log" / writer
+        self.sealed_folder = book / "sealed" / writer
+        self.segments: list[Segment | Sealed] = []
+
+    @property
+    def next(self) -> int:
+        return self.segments[-1].next if self.segments else 0
+
+    def refresh(self) -> str | None:
+        """List what the writer has written since. Returns why the last segment's tail was left out, if it was."""
+        last = self.segments[-1] if self.segments else None
+        if isinstance(last, Segment):
+            fault = last.extend()
+            if (last.next == last.first or not (self.folder / log_name(last.next)).exists()) and not last.is_unlinked:
+                return fault
+        self._list()
+        last = self.segments[-1] if self.segments else None
+        return last.extend() if isinstance(last, Segment) else None
+
+    def _list(self) -> None:
+        """Read the folders. A log may be sealed and removed while we look: then we look again."""
+        for attempt in range(20):
+            try:
+                self.segments = self._listed()
+                return
+            except FileNotFoundError:
+                if attempt == 19:
+                    raise
+
+    def _listed(self) -> list["Segment | Sealed"]:
+        known = {(type(s), s.first): s for s in self.segments}
+        # The logs first: what is sealed between the two looks is seen at least once.
+        logs = {int(n[:-4]) for n in _listdir(self.folder) if n.endswith(".log") and n[:-4].isdigit()}
+        sealed = {}
+        for name in _listdir(self.sealed_folder):
+            begin, _, end = name.removesuffix(".parquet").partition("-")
+            if name.endswith(".parquet") and begin.isdigit() and end.isdigit():
+                sealed[int(begin)] = int(end)
+        firsts = sorted(logs | sealed.keys())
+        segments: list[Segment | Sealed] = []
+        for first in firsts:
+            before = segments[-1] if segments else None
+            expected = before.next if before else 0
+            if first != expected:
+                raise LogCorrupt(
+                    f"{self.folder}: expected a segment that begins at position {expected}, found {first}; "
+                    "a segment is missing: restore it from a copy"
+                )
+            segment: Segment | Sealed
+            if first in logs:
+                old = known.get((Segment, first))
+                segment = old if isinstance(old, Segment) else Segment(self.folder / log_name(first), first)
+                if before is not None and not len(segment):
+                    segment.newest = before.newest
+                if first != firsts[-1] and segment.is_growing:
+                    if len(segment):
+                        segment.finish()
+                    else:
+                        segment.list_closed()
+            else:
+                next_position = sealed[first]
+                segment = Sealed(self.sealed_folder / sealed_name(first, next_position), first, next_position)
+            segments.append(segment)
+        return segments
+
+    def find(self, position: int) -> "Segment | Sealed | None":
+        segments = self.segments
+        i = bisect_right(segments, position, key=lambda s: s.first) - 1
+        return segments[i] if i >= 0 and position < segments[i].next else None
+
+    def batches(self, start: int) -> Iterator[pa.RecordBatch]:
+        """What is listed now at or after `start`."""
+        stop = self.next
+        while start < stop:
+            segment = self.find(start)
+            if segment is None:
+                return
+            batch = segment.batch(segment.frame_of(start))
+            batch = batch.slice(start - batch.column("position")[0].as_py())
+            start += batch.num_rows
+            yield batch
+
+
+def _listdir(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
