@@ -1,11 +1,16 @@
 """Who continues whom, message by message; the numbered cases are those of the field's bug reports."""
 
+import json
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rollbook.store import Event, InteractionRecorded, Messages
+from rollbook.store.events import encode_messages
 from rollbook.store.tree import Match, Rules, TreeIndex, classify, shared_prefix
 
 Message = dict[str, Any]
@@ -330,3 +335,154 @@ def test_shared_prefix_is_the_index_of_the_first_difference():
     assert shared_prefix([1, 2, 3], [1, 2, 4]) == 2
     assert shared_prefix(np.array([1, 2], np.int32), [1, 2, 4]) == 2
     assert shared_prefix([], [1]) == 0
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[str, list[Message], Message, list[Any]]]:
+    """Turns of several conversations that fork, in one legal order: (name, request, reply, tools)."""
+    tools = [[], [function("bash")]]
+    openings = [[user("go")], [system("A"), user("go")], [system("B"), user("go")]]
+    turns: list[tuple[str, list[Message], Message, list[Any]]] = []
+    for i in range(draw(st.integers(1, 14))):
+        parent = draw(st.sampled_from([None, *range(i)]))
+        if parent is None:
+            request, offered = draw(st.sampled_from(openings)), draw(st.sampled_from(tools))
+        else:
+            _, before, answer, offered = turns[parent]
+            more = draw(st.lists(st.sampled_from([user("on"), user("else"), user("")]), min_size=0, max_size=2))
+            request = [*before, answer, *more]
+        reply = assistant(draw(st.sampled_from(["ok", "no", "", f"only {i}"])))
+        turns.append((f"n{i}", request, reply, offered))
+    return turns
+
+
+def expected_parent(turn: Any, before: list[Any]) -> Any:
+    """The plain way: what the longest earlier request + reply that begins this request says; None for a root."""
+    _, request, _, tools = turn
+    said = [[*r, a] for _, r, a, t in before if t == tools and [*r, a] == request[: len(r) + 1]]
+    return max(said, key=len, default=None)
+
+
+def copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+@given(conversations(), st.randoms())
+@settings(max_examples=150, deadline=None)
+def test_any_interleaving_gives_the_same_tree(turns: list[Any], random: Any):
+    by_name = {name: (request, reply) for name, request, reply, _ in turns}
+    # Another legal order: a turn may come as soon as its history was said.
+    shuffled: list[Any] = []
+    waiting = list(turns)
+    while waiting:
+        ready = [
+            t
+            for t in waiting
+            if len(t[1]) < 3 or expected_parent(t, shuffled) == expected_parent(t, [u for u in turns if u is not t])
+        ]
+        taken = random.choice(ready or waiting[:1])
+        waiting.remove(taken)
+        shuffled.append(taken)
+    for order in (turns, shuffled):
+        index = TreeIndex(Rules(summary="(?!)"))
+        for k, turn in enumerate(order):
+            name, request, reply, tools = turn
+            match = index.resolve(copied(request), copied(tools))
+            want = expected_parent(turn, order[:k])
+            if match.edge == "extends":
+                parent_request, parent_reply = by_name[match.parent_id]
+                assert [*parent_request, parent_reply] == want
+                assert match.n_matched == len(want)
+            else:
+                assert want is None
+            index.add(name, match, copied(reply))
+
+
+def recorded(turns: list[Any], index: TreeIndex) -> list[Event]:
+    """The events that a proxy would write, and the index that it would have."""
+    events = []
+    for name, request, reply, tools in turns:
+        match = index.resolve(copied(request), copied(tools))
+        messages = Messages(
+            request=list(match.messages[match.n_matched :]),
+            reply=copied(reply),
+            tools=copied(tools) if match.parent_id is None or match.kept == 0 else None,
+            resent=match.resent,
+            kept=match.kept,
+        )
+        reply_hash = index.add(name, match, copied(reply))
+        fact = InteractionRecorded(
+            parent_id=match.parent_id,
+            edge=match.edge,
+            prompt_length=0,
+            prefix_hash=match.prefix_hash,
+            reply_hash=reply_hash,
+        )
+        events.append(
+            Event(run_id="r", episode_id="e", interaction_id=name, fact=fact, messages=encode_messages(messages))
+        )
+    return events
+
+
+@given(conversations())
+@settings(max_examples=100, deadline=None)
+def test_an_index_from_events_knows_what_the_living_one_knew(turns: list[Any]):
+    living = TreeIndex()
+    events = recorded(turns, living)
+    rebuilt = TreeIndex.from_events([*events, *events])
+    assert len(rebuilt) == len(living)
+    for _, request, reply, tools in turns:
+        for messages in (request, [*request, reply], [*request, reply, user("new")]):
+            a, b = living.resolve(messages, tools), rebuilt.resolve(messages, tools)
+            assert (a.parent_id, a.edge, a.n_matched, a.prefix_hash, a.rules) == (
+                b.parent_id,
+                b.edge,
+                b.n_matched,
+                b.prefix_hash,
+                b.rules,
+            )
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [system("A"), user("go"), assistant("ok", reasoning_content="hm"), user("on")],
+        [system("A"), user("go"), assistant(None, ("c", "f", '{"a": 1.0}')), tool("c", "1"), assistant("x"), user("y")],
+    ],
+)
+def test_an_index_from_events_keeps_what_the_client_sent_back(history: list[Message]):
+    episode = TreeIndex()
+    turns: list[Any] = []
+    for at, message in enumerate(history):
+        if message["role"] == "assistant":
+            sent = [
+                {k: v for k, v in m.items() if k != "reasoning_content"} if m["role"] == "assistant" else m
+                for m in history[:at]
+            ]
+            turns.append((f"n{at}", sent, message, []))
+    events = recorded(turns, episode)
+    rebuilt = TreeIndex.from_events(events)
+    sent = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in history]
+    a, b = episode.resolve(sent), rebuilt.resolve(sent)
+    assert (a.parent_id, a.prefix_hash, a.rules) == (b.parent_id, b.prefix_hash, b.rules)
+    assert a.parent_id == turns[-1][0]
+
+
+def test_a_retry_and_a_compaction_are_rebuilt_from_events():
+    living = TreeIndex()
+    turns = [("a", ASK, assistant("six"), [])]
+    events = recorded(turns, living)
+    retry = living.resolve(ASK).as_retry()
+    living.add("b", retry, assistant("6"))
+    events.append(
+        Event(
+            run_id="r",
+            episode_id="e",
+            interaction_id="b",
+            fact=InteractionRecorded(parent_id="a", edge="retries", prompt_length=0),
+            messages=encode_messages(Messages(request=[], reply=assistant("6"), kept=retry.kept)),
+        )
+    )
+    rebuilt = TreeIndex.from_events(events)
+    assert rebuilt.resolve([*ASK, assistant("6"), user("more")]).parent_id == "b"
+    assert rebuilt.resolve(ASK).repeats_id == "b"

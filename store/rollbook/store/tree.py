@@ -10,6 +10,7 @@ Messages decide who the parent is. Whether the tokens agree is decided by `class
 Nothing here reads a log or knows of events' envelopes, except `TreeIndex.from_events`.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     volatile: tuple[str, ...] = (
         r"x-anthropic-billing-header:.*",
-        r".*\b(?:today's date|current date|current time|current datetime)\b.*",
+        r".*\b(?:today['’]s date|current (?:date|time|datetime))\b.*",
     )
     """Regular expressions, case ignored: a line of a system message that one matches whole is not part of it."""
     summary: str = (
@@ -175,6 +176,8 @@ def canonical_json(value: Any) -> bytes:
 def _part(part: Any) -> str:
     if isinstance(part, str):
         return part
+    if not isinstance(part, Mapping):
+        return _sorted(part).decode()
     kind = part.get("type")
     if kind in _TEXT_PARTS or (kind is None and "text" in part):
         return part.get("text") or ""
@@ -190,20 +193,22 @@ def text_of(message: Message) -> str:
         return content
     if not content:
         return ""
-    return "".join(map(_part, [content] if isinstance(content, Mapping) else content))
+    return "".join(map(_part, content if isinstance(content, list | tuple) else [content]))
 
 
 def _calls(message: Message) -> list[tuple[str, Any, str]]:
     """(name, arguments as sent, id or "") of each tool call."""
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function") or call
-        calls.append((function.get("name") or "", function.get("arguments"), call.get("id") or ""))
+        if isinstance(call, Mapping):
+            function = call.get("function") or call.get("custom") or call
+            arguments = function.get("arguments", function.get("input"))
+            calls.append((function.get("name") or "", arguments, call.get("id") or ""))
     return calls
 
 
-def _without_thought(text: str) -> str:
-    return _THOUGHT.sub("", text, count=1) if "</think>" in text else text
+def _key(text: str) -> bytes:
+    return xxh3_128_digest(text.encode("utf-8", "surrogatepass"))  # a JSON escape may be a lone surrogate
 
 
 class _Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -255,29 +260,24 @@ def _tools_key(tools: Sequence[Tool]) -> bytes:
     return xxh3_128_digest(_sorted(said)) if said else b""
 
 
-def _chain(state: _Prefix, said: bytes) -> tuple[bytes, bytes]:
-    return xxh3_128_digest(state.key + said), xxh3_128_digest(state.bare + said)
-
-
 def _say_reply(message: Message) -> tuple[bytes, tuple[str, ...]]:
-    """What an assistant message says, and the ids of its tool calls."""
+    """What an assistant message says, hashed, and the ids of its tool calls."""
     text = text_of(message)
     if "</think>" in text:
         text = _THOUGHT.sub("", text, count=1)
+    said = b"assistant" + _key(text.strip())
     calls = _calls(message)
     if not calls:
-        return _utf8(("assistant", text.strip())), ()
-    return (
-        _utf8(("assistant", text.strip(), [(name, canonical_json(arguments)) for name, arguments, _ in calls])),
-        tuple(call_id for _, _, call_id in calls),
-    )
+        return said, ()
+    said += _key(repr([(name, canonical_json(arguments)) for name, arguments, _ in calls]))
+    return said, tuple(call_id for _, _, call_id in calls)
 
 
-def _utf8(value: Any) -> bytes:
+def _json(value: Any) -> bytes:
     try:
         return _encode(value)
-    except UnicodeEncodeError:  # a lone surrogate, from a JSON escape
-        return repr(value).encode("utf-8", "surrogatepass")
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(value).encode()
 
 
 def differences(answered: Message, resent: Message) -> tuple[str, ...]:
@@ -313,6 +313,8 @@ def differences(answered: Message, resent: Message) -> tuple[str, ...]:
 
 
 def _exact_json(value: Any) -> Any:
+    if value is None or value == "":
+        return b"{}"
     try:
         return _sorted(msgspec.json.decode(value)) if isinstance(value, str) else _sorted(value)
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
@@ -348,6 +350,7 @@ class TreeIndex:
         self._by_reply: dict[bytes, _Node] = {}  # a reply alone -> the last node that gave it
         self._by_root: dict[tuple[bytes, bytes], list[_Node]] = {}  # (tools, system) -> its last nodes
         self._known: dict[tuple[int, bytes, bytes], _Known] = {}  # (length, last message, reply) -> request
+        self._systems: dict[str, tuple[bytes, bytes]] = {}
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
 
     def __len__(self) -> int:
@@ -472,29 +475,24 @@ class TreeIndex:
             if ids:
                 # The same calls by id are the same turn, whatever a client did to text and arguments.
                 said = self._by_calls.get((state.bare, ids), said)
-            key, bare = _chain(state, said)
         elif role in _SYSTEM:
-            text = text_of(message)
-            kept = text
-            if self._volatile.search(text):
-                kept = "\n".join(line for line in text.split("\n") if not self._volatile.fullmatch(line.strip()))
-            said = _utf8(("system", kept.strip()))
-            key, bare = xxh3_128_digest(state.key + said), state.bare
+            said, letters = self._say_system(text_of(message))
             system = xxh3_128_digest(state.system + said)
-            verbatim = xxh3_128_digest(state.verbatim + text.encode("utf-8", "surrogatepass"))
+            verbatim = xxh3_128_digest(state.verbatim + letters)
+        elif role == "tool":
+            # Which call it answers: by id where that says it, else by position.
+            sent = message.get("tool_call_id") or ""
+            place = ids.index(sent) if ids.count(sent) == 1 else n_answers
+            said = b"tool%d:" % place + _key(text_of(message).strip())
+            n_answers += 1
         else:
-            text = text_of(message).strip()
-            if role == "tool":
-                # Which call it answers: by id where that says it, else by position.
-                sent = message.get("tool_call_id") or ""
-                said = _utf8((role, text, ids.index(sent) if ids.count(sent) == 1 else n_answers))
-                n_answers += 1
-            else:
-                said = _utf8((role, text, message.get("name") or ""))
-            key, bare = _chain(state, said)
+            said = role.encode() + _key(text_of(message).strip())
+            name = message.get("name")
+            if name:
+                said += _key(name)
         return _Prefix(
-            key,
-            bare,
+            xxh3_128_digest(state.key + said),
+            state.bare if role in _SYSTEM else xxh3_128_digest(state.bare + said),
             state.n + 1,
             state.tools,
             system,
@@ -505,9 +503,20 @@ class TreeIndex:
             state.spoken(),
         )
 
+    def _say_system(self, text: str) -> tuple[bytes, bytes]:
+        """What a system message says without its volatile lines, and what it says to the letter; both hashed."""
+        found = self._systems.get(text)
+        if found is None:
+            kept = (line for line in text.split("\n") if not self._volatile.fullmatch(line.strip()))
+            found = b"system" + _key("\n".join(kept).strip()), _key(text)
+            if len(self._systems) >= 64:
+                del self._systems[next(iter(self._systems))]
+            self._systems[text] = found
+        return found
+
     def _insert(self, interaction_id: str, parent_id: str | None, request: _Prefix, reply: Message) -> _Node:
         path = self._step(request, reply)
-        node = _Node(interaction_id, parent_id, request, path, _utf8(reply))
+        node = _Node(interaction_id, parent_id, request, path, _json(reply))
         self._nodes[interaction_id] = node
         self._by_path[path.key] = node
         self._by_bare[path.bare] = node
@@ -564,7 +573,7 @@ class TreeIndex:
         self, node: _Node, place: int, state: _Prefix, messages: Sequence[Message], cause: str | None = None
     ) -> Match:
         resent = dict(messages[place - 1])
-        rules = () if _utf8(resent) == node.reply else differences(msgspec.json.decode(node.reply), resent)
+        rules = () if _json(resent) == node.reply else differences(json.loads(node.reply), resent)
         is_resent = bool(rules) and rules != ("fields",)
         if state.verbatim != node.path.verbatim and state.system == node.path.system:
             rules = (*rules, "system line")
@@ -629,8 +638,10 @@ class TreeIndex:
             return None
         told = "\n".join(text_of(m) for m in messages if m.get("role") == "user")
         for last in reversed(recent):
-            said = text_of(msgspec.json.decode(last.reply)).strip()
-            if last.path.n > len(messages) and len(said) >= 40 and said in told:
+            if last.request.n <= len(messages):
+                continue
+            said = text_of(json.loads(last.reply)).strip()
+            if len(said) >= 40 and said in told:
                 return self._match(state, messages, node=last, edge="compacts", kept=0, cause="summary")
         last = recent[-1]
         if last.path.n > len(messages) + 1 and self._summary.search(told):
