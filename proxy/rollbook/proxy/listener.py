@@ -59,6 +59,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_listening = anyio.Event()
+        self._stop = anyio.Event()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,14 +69,20 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self.is_listening.set()
 
-    async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:
+    async def main_loop(self) -> None:
+        while not self._stop.is_set():
             late = time.monotonic() - HEADER_S
             for connection in list(self.server_state.connections):
                 since = getattr(connection, "headers_since", None)
                 if since is not None and since < late:
                     connection.transport.close()
-        return await super().on_tick(counter)
+            with anyio.move_on_after(1):
+                await self._stop.wait()
+
+    def stop(self) -> None:
+        """Take no more, and let what is in progress finish."""
+        self.should_exit = True
+        self._stop.set()
 
 
 def bind(host: str, port: int) -> socket.socket:

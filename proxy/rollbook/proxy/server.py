@@ -11,7 +11,6 @@ import ipaddress
 import logging
 import secrets
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,9 +35,13 @@ from .capture import Capture, CaptureSettings
 from .config import ServeConfig
 from .dialects import Context, Dialect, decoder, refuse_as_openai
 from .dialects.chat import Chat
+from .dialects.completions import Completions
+from .dialects.messages import Messages
+from .dialects.responses import Responses
 from .engine import Engine
 from .errors import BadRequest, Conflict, EngineFailed, Forbidden, NotFound, NotRecorded, ProxyError, TooLarge
 from .listener import Protocol, Server, bind
+from .parsing import Vocabulary
 from .sessions import Session, Sessions
 from .tokenizer import Tokenizer
 from .wire import JSON, SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body
@@ -87,11 +90,17 @@ class Service:
         self.calls = Calls(self.capture, self.sessions, config)
         self.sessions.on_close = self.calls.stop_session
         self.chat = Chat(self._spell)
+        self.responses = Responses(self._spell)
+        self.messages = Messages(self._spell)
+        self.completions = Completions(self._spell)
         self.started = time.time()
+        self._pieces = Vocabulary(tokenizer).pieces
         self._loading = anyio.Lock()
         self._stack = AsyncExitStack()
 
     def _spell(self, token: int) -> bytes:
+        if self._pieces is not None and 0 <= token < len(self._pieces):
+            return self._pieces[token]
         return self.tokenizer.decode([token]).encode()
 
     async def __aenter__(self) -> "Service":
@@ -109,7 +118,8 @@ class Service:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.__aexit__(kind, error, trace)
+        # What failed outside is not for the tasks in here to wrap: it goes on by itself.
+        await self._stack.__aexit__(None, None, None)
 
     async def _tidy(self) -> None:
         """Close what nobody uses."""
@@ -241,6 +251,27 @@ async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
     """OpenAI chat completions."""
     service = _service(scope)
     await complete(service, service.chat, scope, receive, send)
+
+
+@asgi(["/responses", "/v1/responses"], copy_scope=False)
+async def responses(scope: Scope, receive: Receive, send: Send) -> None:
+    """OpenAI Responses."""
+    service = _service(scope)
+    await complete(service, service.responses, scope, receive, send)
+
+
+@asgi(["/messages", "/v1/messages"], copy_scope=False)
+async def messages(scope: Scope, receive: Receive, send: Send) -> None:
+    """Anthropic Messages."""
+    service = _service(scope)
+    await complete(service, service.messages, scope, receive, send)
+
+
+@asgi(["/completions", "/v1/completions"], copy_scope=False)
+async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+    """OpenAI's legacy completions."""
+    service = _service(scope)
+    await complete(service, service.completions, scope, receive, send)
 
 
 Served: TypeAlias = NamedDependency[Service]
@@ -405,6 +436,9 @@ def refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
 
 HANDLERS = [
     chat_completions,
+    responses,
+    messages,
+    completions,
     grant_capacity,
     start_session,
     set_reward,
@@ -462,21 +496,18 @@ async def serve(service: Service) -> AsyncIterator[str]:
                     timeout_graceful_shutdown=max(1, round(config.stop_s)),
                 )
             )
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_shielded, server, listening)
-                try:
-                    await server.is_listening.wait()
-                    yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-                finally:
-                    server.should_exit = True
+            serving = asyncio.ensure_future(server.serve([listening]))
+            serving.add_done_callback(lambda _: server.is_listening.set())
+            try:
+                await server.is_listening.wait()
+                yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            finally:
+                # Told to stop, not cancelled: clients get the answers that are on their way.
+                server.stop()
+                with anyio.CancelScope(shield=True):
+                    await serving
     finally:
         listening.close()
-
-
-async def _shielded(server: Server, listening: socket.socket) -> None:
-    # A server that is cancelled would cut its clients off; it is told to stop instead.
-    with anyio.CancelScope(shield=True):
-        await server.serve([listening])
 
 
 async def serve_until_stopped(service: Service, *, announce: Callable[[str], None] = print) -> None:

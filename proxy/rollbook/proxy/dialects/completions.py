@@ -76,9 +76,7 @@ class Completions:
             if isinstance(prompt, list) and not (
                 prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt)
             ):
-                raise BadRequest(
-                    "prompt must be one text or one list of token ids; send one request each", param="prompt"
-                )
+                raise BadRequest("prompt must be one text or one list of token ids", param="prompt")
         if not prompt:
             raise BadRequest("prompt must not be empty", param="prompt")
         sampling, stop = settle(

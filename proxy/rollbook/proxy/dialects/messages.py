@@ -1,4 +1,4 @@
-"""Anthropic Messages: POST /messages, and /messages/count_tokens. Blocks become chat messages, and a reply blocks again.
+"""Anthropic Messages: POST /messages and /messages/count_tokens. Blocks become chat messages, a reply blocks again.
 
 A user turn that holds tool results becomes one tool message per result and a user message for what else it says. The
 role "system" may stand inside the list (Claude's command line sends it). Threads are refused in the form that makes
@@ -410,7 +410,7 @@ class MessagesStream:
 
     def begin(self, first: Piece) -> bytes:
         self._id = first.interaction_id or ""
-        message = {
+        message: dict[str, Any] = {
             "id": self._id,
             "type": "message",
             "role": "assistant",
@@ -450,10 +450,8 @@ class MessagesStream:
         else:
             self._arguments = []
             block = {"type": "tool_use", "id": piece.tool_id, "name": piece.tool_name, "input": {}}
-        self._delta_head = (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b_delta","%b":'
-            % (self._index, kind.encode(), kind.encode())
-        )
+        head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d' % self._index
+        self._delta_head = b'%b,"delta":{"type":"%b_delta","%b":' % (head, kind.encode(), kind.encode())
         return _event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, **delta: Any) -> bytes:
