@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner.tiny import make_rows, random_rows, tiny_model
 from torch import Tensor, nn
 
-from learner.tiny import make_rows, random_rows, tiny_model
 from rollbook.learner.backend.head import Distribution
 from rollbook.learner.backend.model import TreeModel
 from rollbook.learner.rows import Rows
