@@ -1,0 +1,212 @@
+"""The one door to a book: its log and the tables computed from it.
+
+    with open_book("runs/gsm8k", writer="learner") as book:
+        book.sql("select task_id, avg(reward) from episodes group by all")
+
+A book is asked through its tables (`sql`) and, for tokens and messages, through the log (`load`, `interaction`).
+"""
+
+import errno
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+from .directory import DirectoryLog
+from .errors import BookBusy
+from .events import Float32s, Int32s, decode_messages
+from .log import Log
+from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
+from .views import Views
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """One model call as the model saw it."""
+
+    row: dict[str, Any]  # its row of `interactions`
+    messages: list[dict[str, Any]]  # the whole request
+    tools: list[dict[str, Any]]
+    reply: dict[str, Any]
+    prompt_ids: Int32s  # the whole prompt
+    output_ids: Int32s
+    logprobs: Float32s  # one per output token
+    versions: Int32s  # one per output token
+    rewards: list[dict[str, Any]]  # every reward ever given on it, oldest first
+
+    @property
+    def interaction_id(self) -> str:
+        name: str = self.row["interaction_id"]
+        return name
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One attempt at a task, with all its model calls in the order in which they were recorded."""
+
+    row: dict[str, Any]  # its row of `episodes`
+    interactions: list[Interaction]
+    rewards: list[dict[str, Any]]  # every reward ever given on the episode itself, oldest first
+    failures: list[dict[str, Any]]
+
+
+class Book:
+    """A log and its views. Close it, or use it as a context manager. Safe to use from several threads."""
+
+    def __init__(self, log: Log, views: Views | None = None) -> None:
+        self.log = log
+        self.views = Views(log) if views is None else views
+        self._payloads = Payloads(log)
+        self.catch_up()
+
+    def __enter__(self) -> "Book":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def catch_up(self) -> int:
+        """Project what is new in the log, of all writers. Returns the events read."""
+        return self.views.catch_up()
+
+    def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None, **tables: pa.Table) -> pa.Table:
+        """Run one trusted query on the views; `tables` are there under their names. `sql.py` is for untrusted ones."""
+        with self.views.cursor() as cursor:
+            for name, table in tables.items():
+                cursor.register(name, table)
+            relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
+            return pa.table({}) if relation is None else relation.to_arrow_table()
+
+    def nodes(self, interaction_ids: Iterable[str]) -> Nodes:
+        """The trees of these interactions, ready to be packed; see `stream.Nodes`."""
+        rows = self.sql(
+            f"select {', '.join(NODE_COLUMNS)} from interactions where episode_id in "
+            "(select episode_id from interactions where interaction_id in (select id from _wanted)) "
+            "order by recorded_at, event_id",
+            _wanted=pa.table({"id": pa.array(list(interaction_ids), pa.string())}),
+        )
+        return Nodes.read(rows, self._payloads)
+
+    def load(self, interaction_ids: Sequence[str], *, form: Form = "individual") -> Tokens:
+        """The tokens of these interactions (or of the trajectories that end in them), packed, in this order.
+
+        Raises KeyError for an id that the book does not have.
+        """
+        nodes = self.nodes(interaction_ids)
+        place = {name: row for row, name in enumerate(nodes.interaction_ids)}
+        missing = [name for name in interaction_ids if name not in place]
+        if missing:
+            raise KeyError(
+                f"no interaction {missing[0]!r} in this book ({len(missing)} of {len(interaction_ids)} asked)"
+            )
+        return nodes.load([place[name] for name in interaction_ids], form=form)
+
+    def interaction(self, interaction_id: str) -> Interaction:
+        """One model call with its whole request, reply and tokens. Raises KeyError."""
+        found = self.sql("select episode_id from interactions where interaction_id = ?", [interaction_id])
+        if not found.num_rows:
+            raise KeyError(f"no interaction {interaction_id!r} in this book")
+        episode = self._read_episode(found["episode_id"][0].as_py())
+        return next(one for one in episode if one.interaction_id == interaction_id)
+
+    def episode(self, episode_id: str) -> Episode:
+        """One attempt with its whole tree. Raises KeyError."""
+        rows = self.sql("from episodes where episode_id = ?", [episode_id]).to_pylist()
+        interactions = self._read_episode(episode_id)
+        if not rows and not interactions:
+            raise KeyError(f"no episode {episode_id!r} in this book")
+        return Episode(
+            row=rows[0]
+            if rows
+            else {"episode_id": episode_id, "run_id": interactions[0].row["run_id"], "state": "open"},
+            interactions=interactions,
+            rewards=self.sql(
+                "from rewards where episode_id = ? and interaction_id is null order by given_at, event_id", [episode_id]
+            ).to_pylist(),
+            failures=self.sql(
+                "from failures where episode_id = ? order by failed_at, event_id", [episode_id]
+            ).to_pylist(),
+        )
+
+    def _read_episode(self, episode_id: str) -> list[Interaction]:
+        table = self.sql("from interactions where episode_id = ? order by recorded_at, event_id", [episode_id])
+        if not table.num_rows:
+            return []
+        rows = table.to_pylist()
+        nodes = Nodes.read(table.select(NODE_COLUMNS), self._payloads)
+        tokens = nodes.load()
+        stored = self.log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
+        said = {
+            row["interaction_id"]: decode_messages(text or '{"request":[],"reply":{}}')
+            for row, text in zip(rows, stored["messages"].to_pylist(), strict=True)
+        }
+        rewards: dict[str, list[dict[str, Any]]] = {}
+        for reward in self.sql(
+            "from rewards where episode_id = ? and interaction_id is not null order by given_at, event_id", [episode_id]
+        ).to_pylist():
+            rewards.setdefault(reward["interaction_id"], []).append(reward)
+        parents = {row["interaction_id"]: row["parent_id"] for row in rows}
+        full: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
+        for name in parents:
+            way = [name]
+            while way[-1] not in full and parents[way[-1]] in parents and parents[way[-1]] not in way:
+                way.append(parents[way[-1]])
+            for one in reversed(way):
+                own = said[one]
+                messages: list[dict[str, Any]] = []
+                tools: list[dict[str, Any]] = []
+                if parents[one] in full:
+                    messages, tools = full[parents[one]]
+                    messages = [*messages, own.resent or said[parents[one]].reply]
+                    messages = messages if own.kept is None else messages[: own.kept]
+                full.setdefault(one, ([*messages, *own.request], tools if own.tools is None else own.tools))
+        answers = []
+        for r, row in enumerate(rows):
+            at = tokens.row(r)
+            n_prompt = row["n_prompt"]
+            request, offered = full[row["interaction_id"]]
+            answers.append(
+                Interaction(
+                    row=row,
+                    messages=request,
+                    tools=offered,
+                    reply=said[row["interaction_id"]].reply,
+                    prompt_ids=tokens.input_ids[at][:n_prompt],
+                    output_ids=tokens.input_ids[at][n_prompt:],
+                    logprobs=tokens.logprobs[at][n_prompt:],
+                    versions=tokens.versions[at][n_prompt:],
+                    rewards=rewards.get(row["interaction_id"], []),
+                )
+            )
+        return answers
+
+    def close(self) -> None:
+        """Give files and locks back. Twice is once."""
+        self.views.close()
+        self.log.close()
+
+
+def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
+    """Open the book at a path; with a writer name, to append to it too, creating it where there is none.
+
+    The tables are those of BOOK/views.duckdb if no other process owns them, else a private copy in memory. Raises
+    BookNotFound, BookTooNew, BookBusy (another process appends under that name), LogCorrupt.
+    """
+    log = DirectoryLog(path, writer)
+    try:
+        try:
+            views = Views(log, Path(path) / "views.duckdb")
+        except (BookBusy, PermissionError):
+            views = Views(log)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            views = Views(log)
+        return Book(log, views)
+    except BaseException:
+        log.close()
+        raise

@@ -1,0 +1,829 @@
+"""The projection: narrow tables kept in step with the log, in one DuckDB database.
+
+`Views.catch_up` reads what the log has beyond its cursor and applies it, rows and cursor in one transaction. Its
+result is a function of the *set* of events: whatever order writers' events come in (a reward before its
+interaction, an end before its beginning) and however they are cut into transactions, the tables are those of a
+rebuild. Three rules give that: an event_id counts once; where several events speak of one thing, the order is
+(recorded_at, event_id), not arrival; and everything derived (depth, trajectories, an episode's reward) is computed
+again for what a change touches.
+
+A file has one owner, held by a lock beside it. Readers in the process take `cursor()`, one per thread or task.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import duckdb
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .errors import BookBusy
+from .events import KINDS, BatchTaken, BatchTrained, Fact, InteractionRecorded, TokensScored
+from .log import Cursor, Log
+from .schema import PROJECTION, create_statements, metadata
+
+CHUNK_EVENTS = 65_536
+"""Events per transaction of a replay: enough to make the cost per transaction vanish, little enough to hold."""
+
+NARROW = (
+    "position", "event_id", "writer", "kind", "schema_version", "run_id", "episode_id", "interaction_id",
+    "recorded_at", "payload",
+)  # fmt: skip
+"""What every kind needs of an event; the token columns are read for two kinds only."""
+
+_json = msgspec.json.Encoder()
+
+
+class Views:
+    """The tables over a log. path None: in memory, private to this object.
+
+    Raises BookBusy if another owner holds the file. A file of another revision is migrated where that is possible
+    and rebuilt where it is not.
+    """
+
+    def __init__(self, log: Log, path: str | os.PathLike[str] | None = None) -> None:
+        self._log = log
+        self._lock = threading.RLock()
+        self._owner: int | None = None
+        if path is None:
+            self._con = duckdb.connect()
+        else:
+            self._owner = _own(Path(path))
+            try:
+                self._con = _open(Path(path))
+            except BaseException:
+                os.close(self._owner)
+                raise
+        self._con.execute("set TimeZone = 'UTC'")
+        self._con.execute("set preserve_insertion_order = false")
+        _prepare(self._con)
+        self._cursor = dict(self._con.execute("select writer, position from cursors").fetchall())
+        self._waiting = self._load_waiting()
+
+    @property
+    def position(self) -> Cursor:
+        """How far the tables have followed the log: writer -> next position."""
+        return dict(self._cursor)
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """A connection of its own to the tables, for one thread or task; close it when done."""
+        return self._con.cursor()
+
+    def catch_up(self) -> int:
+        """Project what the log has beyond the cursor. Returns the events read. Safe from any thread."""
+        applied = 0
+        with self._lock:
+            for chunk in _chunks(self._log.read(self._cursor)):
+                self._apply(chunk)
+                applied += sum(batch.num_rows for batch in chunk)
+        return applied
+
+    def close(self) -> None:
+        """Give the file back. Twice is once."""
+        with self._lock:
+            self._con.close()
+            if self._owner is not None:
+                os.close(self._owner)
+                self._owner = None
+
+    def _load_waiting(self) -> set[str]:
+        found = self._con.execute(
+            "select distinct parent_id from interactions where depth = 0 and parent_id is not null"
+        ).fetchall()
+        return {parent for (parent,) in found}
+
+    def _apply(self, chunk: list[pa.RecordBatch]) -> None:
+        cursor = dict(self._cursor)
+        for batch in chunk:
+            writer = batch.column("writer")[0].as_py()
+            cursor[writer] = batch.column("position")[batch.num_rows - 1].as_py() + 1
+        self._con.begin()
+        try:
+            _Projection(self._con, self._waiting).apply(chunk)
+            self._con.execute("delete from cursors")
+            self._con.executemany("insert into cursors values (?, ?)", sorted(cursor.items()))
+            self._con.commit()
+        except BaseException:
+            self._con.rollback()
+            self._waiting = self._load_waiting()
+            raise
+        self._cursor = cursor
+
+
+def _own(path: Path) -> int:
+    owner = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(owner)
+        raise BookBusy(
+            f"{path} is owned by another process; ask that one over /sql, or open the book without the file "
+            "(open_book then computes the tables in memory)"
+        ) from None
+    return owner
+
+
+def _open(path: Path) -> duckdb.DuckDBPyConnection:
+    try:
+        return duckdb.connect(str(path))
+    except (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException):
+        # Written by a newer DuckDB or torn: nothing is lost, the log has it all.
+        for name in (path, path.with_name(path.name + ".wal")):
+            with suppress(FileNotFoundError):
+                name.unlink()
+        return duckdb.connect(str(path))
+
+
+def _prepare(con: duckdb.DuckDBPyConnection) -> None:
+    tables = {name for (name,) in con.execute("select table_name from duckdb_tables()").fetchall()}
+    if tables:
+        found = con.execute("select version_num from alembic_version").fetchall() if "alembic_version" in tables else []
+        if found == [(PROJECTION,)]:
+            return
+        for (view,) in con.execute("select view_name from duckdb_views() where not internal").fetchall():
+            con.execute(f'drop view "{view}"')
+        for table in tables:
+            con.execute(f'drop table "{table}"')
+    for statement in create_statements():
+        con.execute(statement)
+    con.execute("create table alembic_version (version_num varchar not null)")
+    con.execute("insert into alembic_version values (?)", [PROJECTION])
+
+
+def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
+    chunk: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        chunk.append(batch)
+        rows += batch.num_rows
+        if rows >= CHUNK_EVENTS:
+            yield chunk
+            chunk, rows = [], 0
+    if chunk:
+        yield chunk
+
+
+class _Node(NamedTuple):
+    """What placing a node in its tree takes."""
+
+    parent: str | None
+    edge: str | None
+    n_output: int
+    version_min: int | None
+    version_max: int | None
+
+
+class _Place(NamedTuple):
+    """Where a node is in its tree; named as the columns."""
+
+    up: str | None
+    up_edge: str | None
+    depth: int
+    root: str
+    start: str
+    path_n: int
+    path_output: int
+    path_version_min: int | None
+    path_version_max: int | None
+
+
+PLACE_COLUMNS = (
+    "up_id", "up_edge", "depth", "root_id", "start_id", "path_n", "path_output", "path_version_min",
+    "path_version_max",
+)  # fmt: skip
+
+
+class _Projection:
+    """One transaction's worth of events applied to the tables."""
+
+    def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str]) -> None:
+        self._con = con
+        self._waiting = waiting
+
+    @contextmanager
+    def _staged(self, **tables: pa.Table) -> Iterator[None]:
+        for name, table in tables.items():
+            self._con.register(name, table)
+        try:
+            yield
+        finally:
+            for name in tables:
+                self._con.unregister(name)
+
+    def apply(self, chunk: list[pa.RecordBatch]) -> None:
+        fresh = self._fresh(pa.Table.from_batches([batch.select(NARROW) for batch in chunk]).combine_chunks())
+        kinds = pc.dictionary_encode(fresh["kind"]).combine_chunks()
+        names = kinds.dictionary.to_pylist()
+        codes = kinds.indices.to_numpy()
+        at = {name: np.flatnonzero(codes == code) for code, name in enumerate(names)}
+        self._con.execute("create or replace temp table dirty (episode_id varchar)")
+        for kind, project in (
+            ("RunStarted", self._runs),
+            ("PolicyPublished", self._policies),
+            ("InteractionFailed", self._failures),
+            ("EpisodeOpened", self._opened),
+            ("EpisodeClosed", self._closed),
+            ("InteractionRecorded", self._interactions),
+            ("RewardGiven", self._rewards),
+            ("BatchTaken", self._taken),
+            ("BatchTrained", self._trained),
+            ("TokensScored", self._scored),
+        ):
+            rows = at.get(kind)
+            if rows is not None and len(rows):
+                mine = fresh.take(pa.array(rows))
+                project(mine, _facts(kind, mine["payload"]), chunk)
+        self._refresh_episodes()
+
+    def _fresh(self, table: pa.Table) -> pa.Table:
+        """The events that the tables do not have, each once; they are in `events` when this returns.
+
+        An event that two writers hold is kept where (writer, position) is smallest, whichever came first.
+        """
+        ids = table["event_id"].to_pylist()
+        table = table.append_column("row", pa.array(np.arange(table.num_rows)))
+        if len(set(ids)) < len(ids):
+            first: dict[bytes, int] = {}
+            places = list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True))
+            for row, event_id in enumerate(ids):
+                if event_id not in first or places[row] < places[first[event_id]]:
+                    first[event_id] = row
+            table = table.take(pa.array(sorted(first.values())))
+        table = table.set_column(1, "event_id", _uuids(table["event_id"]))
+        with self._staged(_events=table.drop_columns(["payload", "schema_version"])):
+            again = self._con.execute(
+                "select n.event_id, n.writer, n.position, (n.writer, n.position) < (e.writer, e.position) "
+                "from _events n join events e using (event_id)"
+            ).fetchall()
+            for event_id, writer, position, is_earlier in again:
+                if is_earlier:
+                    for name in ("events", "interactions", "scored"):
+                        self._con.execute(
+                            f"update {name} set writer = ?, position = ? where event_id = ?",
+                            [writer, position, event_id],
+                        )
+            if again:
+                known = {event_id.bytes for event_id, *_ in again}
+                keep = [
+                    row for row, event_id in enumerate(table["event_id"].to_pylist()) if event_id.bytes not in known
+                ]
+                table = table.take(pa.array(keep, pa.int64()))
+        with self._staged(_events=table.drop_columns(["payload", "schema_version"])):
+            self._con.execute(
+                "insert into events by name select event_id, writer, position, kind, run_id, episode_id, "
+                "interaction_id, recorded_at from _events order by row"
+            )
+        return table
+
+    def _runs(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        with self._staged(_new=_with(rows, name=[f.name for f in facts], config=[_text(f.config) for f in facts])):
+            self._con.execute("""
+                merge into runs r using (
+                    select run_id, min(recorded_at) as first_at, max(recorded_at) as last_at,
+                      arg_max({'name': name, 'config': config, 'event_id': event_id},
+                              {'at': recorded_at, 'id': event_id}) as last
+                    from _new group by run_id
+                ) n on r.run_id = n.run_id
+                when matched and (n.last_at, n.last.event_id) > (r.restarted_at, r.event_id) then update set
+                    name = n.last.name, config = n.last.config, event_id = n.last.event_id,
+                    restarted_at = n.last_at, started_at = least(r.started_at, n.first_at)
+                when matched then update set started_at = least(r.started_at, n.first_at)
+                when not matched then insert (run_id, name, config, started_at, restarted_at, event_id)
+                    values (n.run_id, n.last.name, n.last.config, n.first_at, n.last_at, n.last.event_id)
+            """)
+
+    def _policies(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        new = _with(
+            rows,
+            policy=[f.policy for f in facts],
+            version=pa.array([f.version for f in facts], pa.int32()),
+            path=[f.path for f in facts],
+            step=pa.array([f.step for f in facts], pa.int32()),
+        )
+        with self._staged(_new=new):
+            self._con.execute("""
+                merge into policies p using (
+                    select run_id, policy, version, max(recorded_at) as at,
+                      arg_max({'path': path, 'step': step, 'event_id': event_id},
+                              {'at': recorded_at, 'id': event_id}) as last
+                    from _new group by run_id, policy, version
+                ) n on p.run_id = n.run_id and p.policy = n.policy and p.version = n.version
+                when matched and (n.at, n.last.event_id) > (p.published_at, p.event_id) then update set
+                    path = n.last.path, step = n.last.step, published_at = n.at, event_id = n.last.event_id
+                when not matched then insert (run_id, policy, version, path, step, published_at, event_id)
+                    values (n.run_id, n.policy, n.version, n.last.path, n.last.step, n.at, n.last.event_id)
+            """)
+
+    def _failures(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        new = _with(
+            rows,
+            error=[f.error for f in facts],
+            message=[f.message for f in facts],
+            status=pa.array([f.status for f in facts], pa.int32()),
+            dialect=[f.dialect for f in facts],
+        )
+        with self._staged(_new=new):
+            self._con.execute("""
+                insert into failures by name
+                select run_id, episode_id, error, message, status, dialect, recorded_at as failed_at, event_id from _new
+            """)
+
+    def _opened(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        """Of several openings of one episode the first stands."""
+        new = _with(
+            rows,
+            task_id=[f.task_id for f in facts],
+            group_id=pa.array([f.group_id for f in facts], pa.string()),
+            attempt=pa.array([f.attempt for f in facts], pa.int32()),
+            is_eval=pa.array([f.is_eval for f in facts], pa.bool_()),
+            version=pa.array([f.version for f in facts], pa.int32()),
+            task=pa.array([None if f.task is None else _text(f.task) for f in facts], pa.string()),
+            key_sha256=pa.array([f.key_sha256 for f in facts], pa.string()),
+            origin_interaction_id=pa.array([f.origin_interaction_id for f in facts], pa.string()),
+        )
+        with self._staged(_new=new):
+            self._con.execute("insert into dirty select episode_id from _new")
+            self._con.execute("""
+                merge into episodes e using (
+                    select * from _new
+                    qualify row_number() over (partition by episode_id order by recorded_at, event_id) = 1
+                ) n on e.episode_id = n.episode_id
+                when matched and (e.opened_by is null or (n.recorded_at, n.event_id) < (e.opened_at, e.opened_by))
+                  then update set
+                    run_id = n.run_id, task_id = n.task_id, group_id = n.group_id, attempt = n.attempt,
+                    is_eval = n.is_eval, version = n.version, task = n.task, key_sha256 = n.key_sha256,
+                    origin_interaction_id = n.origin_interaction_id, opened_at = n.recorded_at, opened_by = n.event_id
+                when not matched then insert (episode_id, run_id, task_id, group_id, attempt, is_eval, version, task,
+                    key_sha256, origin_interaction_id, opened_at, opened_by, state, n_interactions, n_output, n_taken)
+                  values (n.episode_id, n.run_id, n.task_id, n.group_id, n.attempt, n.is_eval, n.version, n.task,
+                    n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open', 0, 0, 0)
+            """)
+
+    def _closed(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        """Of several ends of one episode the last stands."""
+        new = _with(rows, state=[f.state for f in facts], reason=pa.array([f.reason for f in facts], pa.string()))
+        with self._staged(_new=new):
+            self._con.execute("insert into dirty select episode_id from _new")
+            self._con.execute("""
+                merge into episodes e using (
+                    select * from _new
+                    qualify row_number() over (partition by episode_id order by recorded_at desc, event_id desc) = 1
+                ) n on e.episode_id = n.episode_id
+                when matched and (e.closed_by is null or (n.recorded_at, n.event_id) > (e.closed_at, e.closed_by))
+                  then update set
+                    run_id = case when e.opened_by is null then n.run_id else e.run_id end,
+                    state = n.state, reason = n.reason, closed_at = n.recorded_at, closed_by = n.event_id
+                when not matched then insert (episode_id, run_id, state, reason, closed_at, closed_by, n_interactions,
+                    n_output, n_taken)
+                  values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id, 0, 0, 0)
+            """)
+
+    def _rewards(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        new = _with(
+            rows,
+            start=pa.array([f.start for f in facts], pa.int32()),
+            end=pa.array([f.end for f in facts], pa.int32()),
+            name=[f.name for f in facts],
+            value=pa.array([f.value for f in facts], pa.float64()),
+            weight=pa.array([f.weight for f in facts], pa.float64()),
+            source=[f.source for f in facts],
+            details=pa.array([None if f.details is None else _text(f.details) for f in facts], pa.string()),
+        )
+        with self._staged(_new=new):
+            self._con.execute("insert into dirty select episode_id from _new")
+            self._con.execute("""
+                insert into rewards by name
+                select event_id, run_id, episode_id, interaction_id, start, "end", name, value, weight, source, details,
+                  recorded_at as given_at
+                from _new order by row
+            """)
+
+    def _interactions(self, rows: pa.Table, facts: Sequence[InteractionRecorded], chunk: list[pa.RecordBatch]) -> None:
+        n_output, version_min, version_max = _list_stats(rows, chunk, "versions")
+        _, mean_logprob = _list_means(rows, chunk, "logprobs")
+        ids: list[str] = rows["interaction_id"].to_pylist()
+        keys = list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), rows["event_id"].to_pylist(), strict=True))
+        keys = [(at, event_id.bytes) for at, event_id in keys]
+
+        # Of several events of one interaction the first recorded stands: its children were built on it.
+        chosen: dict[str, int] = {}
+        for row, name in enumerate(ids):
+            if name not in chosen or keys[row] < keys[chosen[name]]:
+                chosen[name] = row
+        wanted = set(ids)
+        wanted.update(fact.parent_id for fact in facts if fact.parent_id is not None)
+        known = self._load("select id from _wanted", _wanted=pa.table({"id": pa.array(list(wanted), pa.string())}))
+        left: set[str] = set()  # former parents of rows that are replaced
+        replaced: list[str] = []
+        for name in [name for name in chosen if name in known]:
+            node, _, at, event_id = known[name]
+            if keys[chosen[name]] < (at, event_id):
+                replaced.append(name)
+                if node.parent is not None:
+                    left.add(node.parent)
+            else:
+                del chosen[name]
+        if replaced:
+            with self._staged(_gone=pa.table({"id": replaced})):
+                self._con.execute(
+                    "insert into dirty select episode_id from interactions join _gone on id = interaction_id"
+                )
+                self._con.execute("delete from interactions where interaction_id in (select id from _gone)")
+
+        nodes: dict[str, _Node] = {}
+        for name, row in chosen.items():
+            fact = facts[row]
+            nodes[name] = _Node(fact.parent_id, fact.edge, n_output[row], version_min[row], version_max[row])
+
+        # Nodes that hang on what is only now here (or is now different) are placed again.
+        moved = self._descendants([name for name in chosen if name in self._waiting] + replaced)
+        nodes.update({name: found[0] for name, found in moved.items() if name not in nodes})
+        # A retry stands on what the repeated node stands on, which may be one step further up than `known` reaches.
+        repeated = {node.parent for node in nodes.values() if node.edge == "retries"}
+        further = {known[name][1].up for name in repeated if name in known} - known.keys() - nodes.keys() - {None}
+        if further:
+            known |= self._load(
+                "select id from _wanted", _wanted=pa.table({"id": pa.array(list(further), pa.string())})
+            )
+        places = _place(nodes, {name: found[1] for name, found in known.items() if name not in nodes})
+
+        for name in chosen:
+            self._waiting.discard(name)
+        for node in nodes.values():
+            if node.parent is not None and node.parent not in nodes and node.parent not in known:
+                self._waiting.add(node.parent)
+
+        extended = {node.parent for node in nodes.values() if node.edge == "extends"}
+        retried = {node.parent for node in nodes.values() if node.edge == "retries"}
+        taken = list(chosen.values())
+        mine = rows.take(pa.array(taken, pa.int64()))
+        facts = [facts[row] for row in taken]
+        place = [places[name] for name in chosen]
+        new = _with(
+            mine,
+            parent_id=pa.array([f.parent_id for f in facts], pa.string()),
+            edge=pa.array([f.edge for f in facts], pa.string()),
+            cause=pa.array([f.cause for f in facts], pa.string()),
+            version_min=pa.array([version_min[row] for row in taken], pa.int32()),
+            version_max=pa.array([version_max[row] for row in taken], pa.int32()),
+            n_prompt=pa.array([f.prompt_length for f in facts], pa.int32()),
+            n_shared=pa.array([f.shared for f in facts], pa.int32()),
+            n_output=pa.array([n_output[row] for row in taken], pa.int32()),
+            finish_reason=pa.array([f.finish_reason for f in facts], pa.string()),
+            model=[f.model for f in facts],
+            role=pa.array([f.role for f in facts], pa.string()),
+            dialect=[f.dialect for f in facts],
+            is_trainable=pa.array([f.is_trainable for f in facts], pa.bool_()),
+            capture=[f.capture for f in facts],
+            delivered=pa.array([f.delivered for f in facts], pa.int32()),
+            logprobs_mode=[f.logprobs_mode for f in facts],
+            sampling=[_text(f.sampling) for f in facts],
+            mean_logprob=pa.array([mean_logprob[row] for row in taken], pa.float64()),
+            seconds=pa.array([f.seconds for f in facts], pa.float64()),
+            first_token_seconds=pa.array([f.first_token_seconds for f in facts], pa.float64()),
+            prefix_hash=pa.array([f.prefix_hash for f in facts], pa.string()),
+            reply_hash=pa.array([f.reply_hash for f in facts], pa.string()),
+            request_sha256=pa.array([f.request_sha256 for f in facts], pa.string()),
+            is_leaf=pa.array([name not in extended for name in chosen], pa.bool_()),
+            is_retried=pa.array([name in retried for name in chosen], pa.bool_()),
+            **_place_columns(place),
+        )
+        columns = ", ".join(f'"{c.name}"' for c in metadata.tables["interactions"].columns)
+        with self._staged(_new=new):
+            self._con.execute("insert into dirty select distinct episode_id from _new")
+            self._con.execute(f"insert into interactions by name select {columns} from _new order by row")
+        moved_names = [name for name in moved if name not in chosen]
+        if moved_names:
+            again = pa.table({"id": moved_names, **_place_columns([places[name] for name in moved_names])})
+            with self._staged(_moved=again):
+                sets = ", ".join(f"{column} = m.{column}" for column in PLACE_COLUMNS)
+                self._con.execute(f"update interactions i set {sets} from _moved m where i.interaction_id = m.id")
+        old = [name for name in extended | retried if name in known and name not in chosen]
+        if old or left:
+            touched = pa.table({"id": pa.array(sorted(set(old) | left), pa.string())})
+            with self._staged(_touched=touched):
+                self._con.execute("""
+                    update interactions i set is_leaf = not k.is_extended, is_retried = k.is_retried
+                    from (
+                        select t.id, coalesce(bool_or(c.edge = 'extends'), false) as is_extended,
+                          coalesce(bool_or(c.edge = 'retries'), false) as is_retried
+                        from _touched t left join interactions c on c.parent_id = t.id group by t.id
+                    ) k where i.interaction_id = k.id
+                """)
+
+    def _load(self, ids: str, **tables: pa.Table) -> "dict[str, tuple[_Node, _Place, int, bytes]]":
+        """Rows of `interactions` by a query for their ids: node, place, recorded_at in us, event_id."""
+        with self._staged(**tables):
+            found = self._con.execute(f"""
+                select interaction_id, parent_id, edge, n_output, version_min, version_max,
+                  up_id, up_edge, depth, root_id, start_id, path_n, path_output, path_version_min, path_version_max,
+                  epoch_us(recorded_at), event_id
+                from interactions where interaction_id in ({ids})
+            """).fetchall()
+        return {row[0]: (_Node(*row[1:6]), _Place(*row[6:15]), row[15], row[16].bytes) for row in found}
+
+    def _descendants(self, ids: list[str]) -> "dict[str, tuple[_Node, _Place, int, bytes]]":
+        if not ids:
+            return {}
+        return self._load(
+            """
+            with recursive under(id) as (
+                select interaction_id from interactions where parent_id in (select id from _above)
+                union
+                select i.interaction_id from interactions i join under on i.parent_id = under.id
+            ) select id from under
+            """,
+            _above=pa.table({"id": pa.array(ids, pa.string())}),
+        )
+
+    def _taken(self, rows: pa.Table, facts: Sequence[BatchTaken], _: object) -> None:
+        """Of several events of one batch the first stands."""
+        keys = [
+            (at, event_id.bytes)
+            for at, event_id in zip(
+                rows["recorded_at"].cast(pa.int64()).to_pylist(), rows["event_id"].to_pylist(), strict=True
+            )
+        ]
+        chosen: dict[str, int] = {}
+        for row, fact in enumerate(facts):
+            if fact.batch_id not in chosen or keys[row] < keys[chosen[fact.batch_id]]:
+                chosen[fact.batch_id] = row
+        with self._staged(_wanted=pa.table({"id": list(chosen)})):
+            known = self._con.execute("""
+                select batch_id, epoch_us(taken_at), taken_by from batches
+                where batch_id in (select id from _wanted) and taken_by is not null
+            """).fetchall()
+        for batch_id, at, taken_by in known:
+            if keys[chosen[batch_id]] < (at, taken_by.bytes):
+                self._con.execute(
+                    "insert into dirty select i.episode_id from interactions i join batch_rows b "
+                    "using (interaction_id) where b.batch_id = ?", [batch_id],
+                )  # fmt: skip
+                self._con.execute("delete from batch_rows where batch_id = ?", [batch_id])
+            else:
+                del chosen[batch_id]
+        if not chosen:
+            return
+        facts = [facts[row] for row in chosen.values()]
+        new = _with(
+            rows.take(pa.array(list(chosen.values()), pa.int64())),
+            batch_id=[f.batch_id for f in facts],
+            step=pa.array([f.step for f in facts], pa.int32()),
+            version=pa.array([f.version for f in facts], pa.int32()),
+            n_rows=pa.array([len(f.rows) for f in facts], pa.int32()),
+            selection=[_text(f.selection) for f in facts],
+            discarded=[_text(f.discarded) for f in facts],
+        )
+        members = pa.table(
+            {
+                "batch_id": pa.array([f.batch_id for f in facts for _ in f.rows], pa.string()),
+                "interaction_id": pa.array([r.interaction_id for f in facts for r in f.rows], pa.string()),
+                "credit": pa.array([r.credit for f in facts for r in f.rows], pa.float64()),
+                "advantage": pa.array([r.advantage for f in facts for r in f.rows], pa.float64()),
+                "weight": pa.array([r.weight for f in facts for r in f.rows], pa.float64()),
+            }
+        )
+        with self._staged(_new=new, _members=members):
+            self._con.execute("""
+                merge into batches b using _new n on b.batch_id = n.batch_id
+                when matched then update set run_id = n.run_id, step = n.step, version = n.version,
+                    taken_at = n.recorded_at, n_rows = n.n_rows, selection = n.selection, discarded = n.discarded,
+                    taken_by = n.event_id
+                when not matched then insert (batch_id, run_id, step, version, taken_at, n_rows, selection, discarded,
+                    taken_by)
+                  values (n.batch_id, n.run_id, n.step, n.version, n.recorded_at, n.n_rows, n.selection, n.discarded,
+                    n.event_id)
+            """)
+            self._con.execute("insert into batch_rows by name select * from _members")
+            self._con.execute(
+                "insert into dirty select distinct episode_id from interactions join _members using (interaction_id)"
+            )
+
+    def _trained(self, rows: pa.Table, facts: Sequence[BatchTrained], _: object) -> None:
+        """Of several trainings of one batch the last stands: a restart trains it again."""
+        new = _with(
+            rows,
+            batch_id=[f.batch_id for f in facts],
+            step=pa.array([f.step for f in facts], pa.int32()),
+            metrics=[_text(f.metrics) for f in facts],
+        )
+        with self._staged(_new=new):
+            self._con.execute("""
+                merge into batches b using (
+                    select * from _new
+                    qualify row_number() over (partition by batch_id order by recorded_at desc, event_id desc) = 1
+                ) n on b.batch_id = n.batch_id
+                when matched and (b.trained_by is null or (n.recorded_at, n.event_id) > (b.trained_at, b.trained_by))
+                  then update set trained_at = n.recorded_at, trained_by = n.event_id, metrics = n.metrics,
+                    run_id = case when b.taken_by is null then n.run_id else b.run_id end,
+                    step = case when b.taken_by is null then n.step else b.step end
+                when not matched then insert (batch_id, run_id, step, trained_at, metrics, trained_by)
+                  values (n.batch_id, n.run_id, n.step, n.recorded_at, n.metrics, n.event_id)
+            """)
+
+    def _scored(self, rows: pa.Table, facts: Sequence[TokensScored], chunk: list[pa.RecordBatch]) -> None:
+        _, mean_logprob = _list_means(rows, chunk, "logprobs")
+        _, mean_entropy = _list_means(rows, chunk, "entropies")
+        new = _with(
+            rows,
+            version=pa.array([f.version for f in facts], pa.int32()),
+            scorer=[f.scorer for f in facts],
+            batch_id=pa.array([f.batch_id for f in facts], pa.string()),
+            mean_logprob=pa.array(mean_logprob, pa.float64()),
+            mean_entropy=pa.array(mean_entropy, pa.float64()),
+        )
+        with self._staged(_new=new):
+            self._con.execute("""
+                insert into scored by name
+                select interaction_id, run_id, version, scorer, batch_id, mean_logprob, mean_entropy,
+                  recorded_at as scored_at, writer, position, event_id
+                from _new order by row
+            """)
+
+    def _refresh_episodes(self) -> None:
+        """Compute again what `episodes` says of the episodes that this transaction touched."""
+        self._con.execute("""
+            update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
+                version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken
+            from (
+                with d as (select distinct episode_id from dirty),
+                i as (
+                    select episode_id, interaction_id, n_output, version_min, version_max,
+                      is_trainable and not (is_retried and is_leaf) as is_trained
+                    from interactions where episode_id in (select episode_id from d)
+                ),
+                n as (
+                    select episode_id, count(*) as n_interactions,
+                      coalesce(sum(n_output) filter (is_trained), 0) as n_output,
+                      min(version_min) filter (is_trained) as version_min,
+                      max(version_max) filter (is_trained) as version_max
+                    from i group by episode_id
+                ),
+                r as (
+                    select episode_id, interaction_id,
+                      arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
+                    from rewards where name = 'reward' and episode_id in (select episode_id from d)
+                    group by episode_id, interaction_id, "start", "end"
+                ),
+                s as (
+                    select episode_id,
+                      coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
+                    from r group by episode_id
+                ),
+                b as (
+                    select episode_id, count(*) as n_taken
+                    from i join batch_rows using (interaction_id) group by episode_id
+                )
+                select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
+                  version_min, version_max, reward, coalesce(n_taken, 0) as n_taken
+                from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
+            ) f where e.episode_id = f.episode_id
+        """)
+
+
+def _place(nodes: dict[str, _Node], above: dict[str, _Place]) -> dict[str, _Place]:
+    """Where nodes are in their trees. above: nodes placed already that may be their parents.
+
+    A node whose parent is not known (yet) stands as a root; so does the smallest id of a circle of parents.
+    """
+    places = dict(above)
+    for first in nodes:
+        stack = [first]
+        on_stack = {first}
+        while stack:
+            name = stack[-1]
+            if name in places:
+                stack.pop()
+                on_stack.discard(name)
+                continue
+            node = nodes[name]
+            parent = node.parent
+            if parent is not None and parent not in places and parent in nodes:
+                if parent not in on_stack:
+                    stack.append(parent)
+                    on_stack.add(parent)
+                    continue
+                circle = stack[stack.index(parent) :]
+                name = min(circle)
+                node = nodes[name]
+                parent = None
+            places[name] = _below(name, node, None if parent not in places else parent, places)
+    return places
+
+
+def _below(name: str, node: _Node, parent: str | None, places: dict[str, _Place]) -> _Place:
+    own = (node.n_output, node.version_min, node.version_max)
+    edge = node.edge
+    if parent is not None and edge == "retries":
+        # It stands beside the node that it repeats, on what that one stands on.
+        repeated = places[parent]
+        parent, edge = repeated.up, repeated.up_edge
+    if parent is None:
+        return _Place(None, None, 0, name, name, 1, *own)
+    up = places[parent]
+    root = name if edge == "compacts" else up.root
+    if edge != "extends":
+        return _Place(parent, edge, up.depth + 1, root, name, 1, *own)
+    return _Place(
+        parent,
+        edge,
+        up.depth + 1,
+        root,
+        up.start,
+        up.path_n + 1,
+        up.path_output + node.n_output,
+        _least(up.path_version_min, node.version_min),
+        _most(up.path_version_max, node.version_max),
+    )
+
+
+def _least(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _most(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)
+
+
+def _place_columns(places: Sequence[_Place]) -> dict[str, pa.Array]:
+    kinds = (
+        pa.string(), pa.string(), pa.int32(), pa.string(), pa.string(), pa.int32(), pa.int64(), pa.int32(), pa.int32(),
+    )  # fmt: skip
+    return {
+        name: pa.array([place[i] for place in places], kind)
+        for i, (name, kind) in enumerate(zip(PLACE_COLUMNS, kinds, strict=True))
+    }
+
+
+_many: dict[str, msgspec.json.Decoder[list[Fact]]] = {
+    name: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+    for name, kind in KINDS.items()
+}
+
+
+def _facts(kind: str, payloads: pa.ChunkedArray) -> list[Any]:
+    return _many[kind].decode(b"[" + b",".join(payloads.cast(pa.binary()).to_pylist()) + b"]")
+
+
+def _text(value: Any) -> str:
+    return _json.encode(value).decode()
+
+
+def _uuids(column: pa.ChunkedArray) -> pa.Array:
+    return pa.ExtensionArray.from_storage(pa.uuid(), column.combine_chunks())
+
+
+def _with(rows: pa.Table, **columns: Any) -> pa.Table:
+    for name, values in columns.items():
+        rows = rows.append_column(name, values if isinstance(values, pa.Array) else pa.array(values, pa.string()))
+    return rows
+
+
+def _flat(rows: pa.Table, chunk: list[pa.RecordBatch], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """A list column of chosen rows of the chunk: all values, and [n + 1] offsets into them."""
+    column = pa.chunked_array([batch.column(name) for batch in chunk]).take(rows["row"]).combine_chunks()
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return column.flatten().to_numpy(), offsets
+
+
+def _list_stats(
+    rows: pa.Table, chunk: list[pa.RecordBatch], name: str
+) -> tuple[list[int], list[int | None], list[int | None]]:
+    """Per row: length, smallest and largest value (None where empty)."""
+    values, offsets = _flat(rows, chunk, name)
+    lengths = np.diff(offsets)
+    full = np.flatnonzero(lengths)
+    least: list[int | None] = [None] * len(lengths)
+    most: list[int | None] = [None] * len(lengths)
+    if len(full):
+        lows = np.minimum.reduceat(values, offsets[full]).tolist()
+        highs = np.maximum.reduceat(values, offsets[full]).tolist()
+        for row, low, high in zip(full.tolist(), lows, highs, strict=True):
+            least[row] = low
+            most[row] = high
+    return lengths.tolist(), least, most
+
+
+def _list_means(rows: pa.Table, chunk: list[pa.RecordBatch], name: str) -> tuple[list[int], list[float | None]]:
+    """Per row: length and mean (None where empty)."""
+    values, offsets = _flat(rows, chunk, name)
+    lengths = np.diff(offsets)
+    full = np.flatnonzero(lengths)
+    means: list[float | None] = [None] * len(lengths)
+    if len(full):
+        sums = np.add.reduceat(values.astype(np.float64, copy=False), offsets[full])
+        for row, mean in zip(full.tolist(), (sums / lengths[full]).tolist(), strict=True):
+            means[row] = mean
+    return lengths.tolist(), means
