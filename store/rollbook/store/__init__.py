@@ -34,6 +34,8 @@ from .events import (
 )
 from .log import START, Cursor, Log
 from .memory import MemoryLog
+from .prune import Pruned, prune
+from .verify import Report, verify
 
 __all__ = [
     "SCHEMA",
@@ -61,12 +63,16 @@ __all__ = [
     "MemoryLog",
     "Messages",
     "PolicyPublished",
+    "Pruned",
     "QueryRefused",
     "Repair",
+    "Report",
     "RewardGiven",
     "RunStarted",
     "StoreError",
     "TokensScored",
     "__version__",
     "new_id",
+    "prune",
+    "verify",
 ]

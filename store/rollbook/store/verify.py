@@ -1,0 +1,247 @@
+"""Is a book whole? Reads every byte of the log and reports what does not hold; changes nothing.
+
+Checked: checksums; positions without gaps and in order; no event twice within a writer; known kinds and readable
+facts; as many logprobs and versions as output tokens; and that every prompt can be rebuilt, that is, for each
+interaction, prompt_length = shared + its prompt tokens, and shared is within its parent's path (all of it where the
+edge is `extends`). Pruned interactions have lost their tokens, not their lengths (see `prune`).
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from .directory import check_book
+from .errors import BadEvent, LogCorrupt
+from .events import InteractionRecorded, decode_fact
+from .frames import id_keys
+from .segments import Chain, Segment
+
+_SHOWN = 20  # problems of one sort and writer; the rest is counted
+
+
+@dataclass
+class WriterReport:
+    writer: str
+    n_events: int = 0
+    n_segments: int = 0
+    n_sealed: int = 0
+    size_bytes: int = 0
+
+
+@dataclass
+class Report:
+    """What `verify` found. `problems` are sentences that name the place; `notes` are no problems."""
+
+    path: Path
+    writers: list[WriterReport] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    n_interactions: int = 0
+    n_pruned: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problems
+
+    @property
+    def n_events(self) -> int:
+        return sum(w.n_events for w in self.writers)
+
+    def __str__(self) -> str:
+        size_mb = sum(w.size_bytes for w in self.writers) / 1e6
+        lines = [
+            f"{self.path}: {self.n_events} events of {len(self.writers)} writers, {size_mb:.1f} MB, "
+            f"{self.n_interactions} interactions rebuilt" + (f", {self.n_pruned} pruned" if self.n_pruned else ""),
+            *(f"note: {note}" for note in self.notes),
+            *(f"problem: {problem}" for problem in self.problems),
+            "whole" if self.is_whole else f"NOT WHOLE: {len(self.problems)} problems",
+        ]
+        return "\n".join(lines)
+
+
+def verify(path: str | os.PathLike[str]) -> Report:
+    """Check a whole book. Raises BookNotFound and BookTooNew; everything else that is wrong is in the report."""
+    report = Report(Path(path))
+    check_book(report.path)
+    nodes = _Nodes()
+    folders = [report.path / "log", report.path / "sealed"]
+    for writer in sorted({p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}):
+        _verify_writer(report, writer, nodes)
+    report.n_interactions = len(nodes)
+    report.n_pruned = nodes.n_pruned
+    report.problems += nodes.problems()
+    return report
+
+
+def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
+    about = WriterReport(writer)
+    report.writers.append(about)
+    chain = Chain(report.path, writer)
+    try:
+        fault = chain.refresh()
+    except LogCorrupt as error:
+        report.problems.append(str(error))
+        return
+    if fault is not None:
+        last = chain.segments[-1]
+        report.notes.append(
+            f"{last.path} ends in an interrupted write ({fault}); its writer is at it, or cuts it when it opens"
+        )
+    keys: list[npt.NDArray[np.uint64]] = []
+    for segment in chain.segments:
+        about.n_segments += 1
+        about.n_sealed += not isinstance(segment, Segment)
+        about.size_bytes += os.stat(segment.path).st_size
+        expected = segment.first
+        try:
+            for k in range(len(segment)):
+                batch = segment.batch(k)
+                wrong = _wrong_envelope(batch, writer, expected)
+                if wrong:
+                    report.problems.append(f"{segment.path}: {wrong}")
+                keys.append(id_keys(batch.column("event_id")))
+                report.problems += nodes.add(batch)
+                expected += batch.num_rows
+                about.n_events += batch.num_rows
+            if expected != segment.next:
+                report.problems.append(
+                    f"{segment.path}: {expected - segment.first} events, expected {segment.next - segment.first}"
+                )
+        except LogCorrupt as error:
+            report.problems.append(str(error))
+    report.problems += _duplicates(chain, keys)
+
+
+def _wrong_envelope(batch: pa.RecordBatch, writer: str, first: int) -> str | None:
+    positions = batch.column("position").to_numpy()
+    if not np.array_equal(positions, np.arange(first, first + len(positions))):
+        return f"positions {positions[0]} to {positions[-1]} where {first} to {first + len(positions) - 1} belong"
+    writers = pc.unique(batch.column("writer")).to_pylist()
+    if writers != [writer]:
+        return f"events of writer {writers} in the folder of {writer!r}"
+    return None
+
+
+def _duplicates(chain: Chain, keys: list[npt.NDArray[np.uint64]]) -> Iterator[str]:
+    if not keys:
+        return
+    found = np.concatenate(keys)
+    ordered = np.sort(found)
+    suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    if not len(suspects):
+        return
+    seen: dict[bytes, int] = {}
+    for segment in chain.segments:
+        own, ids = segment.ids()
+        for i in np.flatnonzero(np.isin(own, suspects)):
+            id_, position = ids[int(i)].as_py(), segment.first + int(i)
+            if id_ in seen:
+                yield f"{segment.path}: event {id_.hex()} at position {position} is already at {seen[id_]}"
+            seen.setdefault(id_, position)
+
+
+class _Nodes:
+    """All interactions of the book as columns, so that parents of any writer are found whatever the order."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[npt.NDArray[Any], ...]] = []
+        self._names: list[pa.Array] = []
+        self.n_pruned = 0
+
+    def __len__(self) -> int:
+        return sum(len(names) for names in self._names)
+
+    def add(self, batch: pa.RecordBatch) -> Iterator[str]:
+        facts: list[Any] = []
+        for i, (kind, payload) in enumerate(
+            zip(batch.column("kind").to_pylist(), batch.column("payload").to_pylist(), strict=True)
+        ):
+            try:
+                facts.append(decode_fact(kind, payload))
+            except (BadEvent, ValueError) as error:
+                facts.append(None)
+                yield f"{_place(batch, i)}: unreadable {kind}: {error}"
+        rows = np.array([i for i, fact in enumerate(facts) if isinstance(fact, InteractionRecorded)], np.int64)
+        if not len(rows):
+            return
+        lengths = {
+            name: pc.fill_null(pc.list_value_length(batch.column(name)), -1).to_numpy(zero_copy_only=False)[rows]
+            for name in ("prompt_ids", "output_ids", "logprobs", "versions")
+        }
+        n_output = np.maximum(lengths["versions"], 0)
+        shared = np.array([facts[i].shared for i in rows], np.int64)
+        prompt_length = np.array([facts[i].prompt_length for i in rows], np.int64)
+        is_pruned = ((lengths["output_ids"] < 0) & (n_output > 0)) | (
+            (lengths["prompt_ids"] < 0) & (prompt_length > shared)
+        )
+        self.n_pruned += int(is_pruned.sum())
+        n_prompt = np.where(is_pruned, prompt_length - shared, np.maximum(lengths["prompt_ids"], 0))
+        for name in ("output_ids", "logprobs"):
+            for j in np.flatnonzero((np.maximum(lengths[name], 0) != n_output) & ~is_pruned)[:_SHOWN]:
+                yield f"{_place(batch, rows[j])}: {n_output[j]} versions but {max(lengths[name][j], 0)} {name}"
+        for j in np.flatnonzero(shared + n_prompt != prompt_length)[:_SHOWN]:
+            yield (
+                f"{_place(batch, rows[j])}: prompt_length {prompt_length[j]} is not "
+                f"shared {shared[j]} + {n_prompt[j]} prompt_ids"
+            )
+        names = batch.column("interaction_id").take(pa.array(rows))
+        parents = [facts[i].parent_id for i in rows]
+        self._names.append(names)
+        self._columns.append(
+            (
+                np.array([_hash(n) for n in names.to_pylist()], np.uint64),
+                np.array([0 if p is None else _hash(p) for p in parents], np.uint64),
+                np.array([p is not None for p in parents]),
+                np.array([facts[i].edge == "extends" for i in rows]),
+                shared,
+                prompt_length + n_output,
+                is_pruned,
+            )
+        )
+
+    def problems(self) -> Iterator[str]:
+        if not self._columns:
+            return
+        own, parent, has_parent, extends, shared, path_length, is_pruned = (
+            np.concatenate(column) for column in zip(*self._columns, strict=True)
+        )
+        names = pa.chunked_array(self._names)
+        order = np.argsort(own, kind="stable")
+        at = np.minimum(np.searchsorted(own[order], parent), len(own) - 1)
+        index = order[at]
+        is_found = own[index] == parent
+        wrong = [
+            (has_parent & ~is_found, "its parent is not in the book"),
+            (has_parent & is_found & (shared > path_length[index]), "it shares more tokens than its parent's path has"),
+            (
+                has_parent & is_found & extends & (shared != path_length[index]),
+                "its edge is `extends`, but it does not share all of its parent's path",
+            ),
+            (
+                has_parent & is_found & (shared > 0) & is_pruned[index] & ~is_pruned,
+                "its parent is pruned, so its prompt cannot be rebuilt",
+            ),
+        ]
+        for mask, sentence in wrong:
+            found = np.flatnonzero(mask)
+            for i in found[:_SHOWN]:
+                yield f"interaction {names[int(i)].as_py()}: {sentence}"
+            if len(found) > _SHOWN:
+                yield f"and {len(found) - _SHOWN} more interactions: {sentence}"
+
+
+def _hash(name: str) -> int:
+    return xxhash.xxh64_intdigest(name.encode())
+
+
+def _place(batch: pa.RecordBatch, row: Any) -> str:
+    i = int(row)
+    return f"writer {batch.column('writer')[i].as_py()!r} position {batch.column('position')[i].as_py()}"
