@@ -1,5 +1,7 @@
 """Packed tokens equal what a plain loop over the tree gives."""
 
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.store import Event, InteractionRecorded, MemoryLog
+from rollbook.store import Event, InteractionRecorded, MemoryLog, Messages
+from rollbook.store.directory import DirectoryLog
 from rollbook.store.errors import LogCorrupt
+from rollbook.store.events import encode_messages, from_batch
 from rollbook.store.stream import NODE_COLUMNS, Nodes, Payloads, export
 
 
@@ -94,6 +98,14 @@ class Forest:
 
 
 _TYPES = {n: pa.int64() if n.startswith("n_") or n == "position" else pa.string() for n in NODE_COLUMNS}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Byte for byte."""
+    return all(
+        getattr(a, name).tobytes() == getattr(b, name).tobytes()
+        for name in ("input_ids", "loss_mask", "logprobs", "versions", "cu_seqlens", "positions", "nodes")
+    )
 
 
 def areal_example() -> Forest:
@@ -319,3 +331,91 @@ def test_export_tree_holds_every_token_once():
     assert name in ("1", "3")
     assert arrays["input_ids"].shape == (1, 2 + 2 + 3 + 1 + 4)  # "3" begins as "1" does
     assert arrays["loss_mask"].sum() == 8
+
+
+def linear(n_episodes: int, n_turns: int) -> list[Event]:
+    events = []
+    for e in range(n_episodes):
+        length = 0
+        for t in range(n_turns):
+            output = np.arange(4, dtype=np.int32) + 100 * e + t
+            events.append(
+                Event(
+                    run_id="r",
+                    episode_id=f"e{e}",
+                    interaction_id=f"e{e}t{t}",
+                    fact=InteractionRecorded(
+                        parent_id=f"e{e}t{t - 1}" if t else None,
+                        edge="extends" if t else None,
+                        shared=length,
+                        prompt_length=length + 3,
+                    ),
+                    messages=encode_messages(Messages(request=[], reply={"role": "assistant", "content": "x" * 500})),
+                    prompt_ids=np.arange(3, dtype=np.int32) + 7 * t,
+                    output_ids=output,
+                    logprobs=-output.astype(np.float32) / 7,
+                    versions=np.full(4, e, np.int32),
+                )
+            )
+            length += 7
+    return events
+
+
+def table_of(log: Any) -> pa.Table:
+    rows = []
+    for batch in log.read():
+        for event, position in zip(from_batch(batch), batch.column("position").to_pylist(), strict=True):
+            fact = event.fact
+            assert isinstance(fact, InteractionRecorded)
+            rows.append(
+                {
+                    "interaction_id": event.interaction_id,
+                    "parent_id": fact.parent_id,
+                    "edge": fact.edge,
+                    "n_prompt": fact.prompt_length,
+                    "n_shared": fact.shared,
+                    "n_output": len(event.output_ids),
+                    "writer": batch.column("writer")[0].as_py(),
+                    "position": position,
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=pa.schema(list(_TYPES.items())))
+
+
+def test_the_same_bytes_come_from_memory_from_mapped_files_and_from_sealed_ones(tmp_path: Path):
+    events = linear(40, 5)
+    memory = MemoryLog("w")
+    memory.append_blocking(*events)
+    expected = Nodes.read(table_of(memory), Payloads(memory)).load()
+    with closing(DirectoryLog(tmp_path, "w", roll_bytes=20_000, live_bytes=None)) as log:
+        for i in range(0, len(events), 7):
+            log.append_blocking(*events[i : i + 7])
+        table = table_of(log)
+        payloads = Payloads(log)
+        mapped = Nodes.read(table, payloads)
+        assert same(mapped.load(), expected)
+        log.seal()
+        assert any((tmp_path / "sealed").rglob("*.parquet"))
+        assert same(mapped.load(), expected)  # the files that it looks at are gone, what they held is not
+        assert same(Nodes.read(table, payloads).load(), expected)
+        assert same(Nodes.read(table, Payloads(log)).load(), expected)
+    with closing(DirectoryLog(tmp_path)) as reader:
+        assert same(Nodes.read(table, Payloads(reader)).load(), expected)
+
+
+@pytest.mark.parametrize("budget", [0, 10_000, 100_000])
+def test_a_small_budget_changes_nothing_but_speed(tmp_path: Path, budget: int):
+    events = linear(30, 4)
+    with closing(DirectoryLog(tmp_path, "w", roll_bytes=20_000, live_bytes=None)) as log:
+        for i in range(0, len(events), 7):
+            log.append_blocking(*events[i : i + 7])
+        table = table_of(log)
+        payloads = Payloads(log, memory_bytes=budget, mapped_bytes=budget)
+        whole = Nodes.read(table, Payloads(log)).load()
+        parts = []
+        for e in range(30):
+            parts.append(Nodes.read(table.slice(4 * e, 4), payloads).load().input_ids)
+        assert np.concatenate(parts).tolist() == whole.input_ids.tolist()
+        for frames in payloads._writers.values():
+            assert frames.sizes.sum() <= 2 * budget
+            assert sum(b.num_rows for b in frames.batches) <= frames.n_rows

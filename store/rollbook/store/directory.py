@@ -38,7 +38,7 @@ from . import frames
 from ._version import __version__
 from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed
 from .events import SCHEMA, Event, check, to_batch
-from .log import START, Cursor, advance
+from .log import START, Cursor, Frame, advance
 from .sealing import SealingStopped, seal, sync_folder
 from .segments import Chain, Sealed, Segment, log_name
 
@@ -51,6 +51,7 @@ _DRAIN_EVENTS = 512
 _DRAIN_BYTES = 32 << 20
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
 _PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
+_VIEW_COST = 20_000  # what a kept frame of a mapped file costs: Arrow's objects, no data
 _KEY_SETS = 16  # closed segments whose ids are kept sorted in memory; others are read again when needed
 
 fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
@@ -497,14 +498,18 @@ class DirectoryLog:
                 continue
             if batch is not None:
                 slices.append(batch.slice(begin, end - begin))
-            start, batch = self._frame_at(writer, position)
+            start, batch, _ = self._frame_at(writer, position)
             owner, begin = writer, position - start
             end = begin + 1
         if batch is not None:
             slices.append(batch.slice(begin, end - begin))
         return pa.Table.from_batches(slices, SCHEMA)
 
-    def _frame_at(self, writer: str, position: int) -> tuple[int, pa.RecordBatch]:
+    def frame(self, writer: str, position: int) -> Frame:
+        first, batch, cost = self._frame_at(writer, position)
+        return Frame(first, batch, 0 if cost == _VIEW_COST else cost)
+
+    def _frame_at(self, writer: str, position: int) -> tuple[int, pa.RecordBatch, int]:
         """The frame that holds a position, and the position of its first row. Lately used ones are kept parsed."""
         with self._reading:
             segment = self._find(writer, position)
@@ -518,18 +523,18 @@ class DirectoryLog:
             found = self._parsed.get(key)
             if found is not None:
                 self._parsed.move_to_end(key)
-                return found[:2]
+                return found
             segment.map()
         batch = segment.batch(k)
         start = batch.column("position")[0].as_py()
-        cost = batch.nbytes if isinstance(segment, Sealed) else 20_000  # frames are views of a mapped file
+        cost = batch.nbytes if isinstance(segment, Sealed) else _VIEW_COST
         with self._reading:
             if key not in self._parsed:
                 self._parsed[key] = (start, batch, cost)
                 self._parsed_bytes += cost
             while self._parsed_bytes > _PARSED_BYTES:
                 self._parsed_bytes -= self._parsed.popitem(last=False)[1][2]
-        return start, batch
+        return start, batch, cost
 
     def _forget(self, segment: Segment | Sealed) -> None:
         """Let go of a segment's parsed frames: they keep its file mapped, and so on the disk, when it is removed."""

@@ -6,7 +6,7 @@ one position per writer: the next one to read. Nothing here knows about trees, r
 """
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -16,6 +16,14 @@ Cursor = Mapping[str, int]
 """Writer -> the next position to read. Missing writers are read from 0."""
 
 START: Cursor = {}
+
+
+class Frame(NamedTuple):
+    """Events that lie together. size_bytes: memory that holding the batch costs; 0 for a view of a mapped file."""
+
+    first: int  # position of the first row
+    batch: pa.RecordBatch
+    size_bytes: int
 
 
 class Log(Protocol):
@@ -49,6 +57,13 @@ class Log(Protocol):
 
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
         """The events at (writer, position), one row each, in the order asked. Raises KeyError for none there."""
+        ...
+
+    def frame(self, writer: str, position: int) -> Frame:
+        """The batch that holds an event, as it lies there: for readers that come back for its neighbours.
+
+        Raises KeyError for none there.
+        """
         ...
 
     def close(self) -> None:

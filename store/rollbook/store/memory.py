@@ -4,6 +4,7 @@ Several writers share one book through `MemoryLog.sibling`, as several processes
 """
 
 import threading
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import anyio
@@ -11,7 +12,7 @@ import pyarrow as pa
 
 from .errors import LogClosed
 from .events import SCHEMA, Event, check, to_batch
-from .log import START, Cursor, advance
+from .log import START, Cursor, Frame, advance
 
 
 class MemoryLog:
@@ -79,14 +80,18 @@ class MemoryLog:
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
         rows: list[pa.RecordBatch] = []
         for writer, position in pointers:
-            for batch in self._book.get(writer, []):
-                first = batch.column("position")[0].as_py()
-                if first <= position < first + batch.num_rows:
-                    rows.append(batch.slice(position - first, 1))
-                    break
-            else:
-                raise KeyError(f"no event at position {position} of writer {writer!r}")
+            first, batch, _ = self.frame(writer, position)
+            rows.append(batch.slice(position - first, 1))
         return pa.Table.from_batches(rows, SCHEMA)
+
+    def frame(self, writer: str, position: int) -> Frame:
+        batches = self._book.get(writer, [])
+        k = bisect_right(batches, position, key=lambda b: b.column("position")[0].as_py()) - 1
+        if k >= 0:
+            first = batches[k].column("position")[0].as_py()
+            if position < first + batches[k].num_rows:
+                return Frame(first, batches[k], 0)
+        raise KeyError(f"no event at position {position} of writer {writer!r}")
 
     def close(self) -> None:
         self._is_closed = True

@@ -8,6 +8,7 @@ trajectory (`trajectory`: a root-to-leaf path of `extends` edges, every output o
 of a forest stands once. This module is free of torch: arrays are NumPy, and `torch.from_numpy` takes them as they are.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,7 @@ import pyarrow as pa
 
 from .errors import LogCorrupt
 from .events import Float32s, Int32s
-from .log import Log
+from .log import Frame, Log
 from .tree import shared_prefix
 
 Bools = npt.NDArray[np.bool_]
@@ -138,29 +139,8 @@ def copy_runs(addresses: Longs, lengths: Longs, dtype: pa.DataType) -> npt.NDArr
 _TOKEN_COLUMNS = ("prompt_ids", "output_ids", "logprobs", "versions")
 
 
-class _Places:
-    """Addresses and lengths of the token columns of some events, in the order of their positions."""
-
-    def __init__(self, capacity: int = 0) -> None:
-        self.n = 0
-        self.addresses = np.empty((capacity, 4), np.int64)
-        self.lengths = np.empty((capacity, 2), np.int32)  # of prompt_ids and output_ids
-
-    def extend(self, batch: pa.RecordBatch) -> None:
-        n = batch.num_rows
-        while self.n + n > len(self.addresses):
-            grown = max(1024, 2 * len(self.addresses))
-            self.addresses = np.resize(self.addresses, (grown, 4))
-            self.lengths = np.resize(self.lengths, (grown, 2))
-        for k, name in enumerate(_TOKEN_COLUMNS):
-            addresses, lengths = _places(batch.column(name))
-            self.addresses[self.n : self.n + n, k] = addresses
-            if k < 2:
-                self.lengths[self.n : self.n + n, k] = lengths
-        self.n += n
-
-
 def _places(column: pa.ListArray) -> tuple[Longs, Int32s]:
+    """Addresses and lengths of the lists of a column; a missing list is an empty one."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     values = column.values
     buffer = values.buffers()[1]
@@ -171,40 +151,137 @@ def _places(column: pa.ListArray) -> tuple[Longs, Int32s]:
     return base + 4 * offsets[:-1].astype(np.int64), lengths
 
 
+class _Frames:
+    """The frames of one writer that are held, by position. Their rows lie in slabs, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.firsts = np.empty(0, np.int64)  # sorted
+        self.stops = np.empty(0, np.int64)  # one past the last position
+        self.rows = np.empty(0, np.int64)  # where in the slab a frame's rows begin
+        self.ticks = np.empty(0, np.int64)  # when it was last asked for
+        self.sizes = np.empty((0, 2), np.int64)  # bytes of memory, and of mapped files
+        self.batches: list[pa.RecordBatch] = []
+        self.n_rows = 0
+        self.addresses = np.empty((0, 4), np.int64)
+        self.lengths = np.empty((0, 2), np.int32)
+
+    def find(self, positions: Longs) -> Longs:
+        """Which frame holds each position; -1 for none."""
+        k = np.searchsorted(self.firsts, positions, side="right") - 1
+        is_held = k >= 0
+        is_held[is_held] = positions[is_held] < self.stops[k[is_held]]
+        return np.where(is_held, k, -1)
+
+    def insert(self, frames: list[Frame], tick: int) -> None:
+        """Hold more frames; what they overlap (a segment sealed since) is let go."""
+        columns = []
+        for first, batch, _ in frames:
+            n = batch.num_rows
+            while self.n_rows + n > len(self.addresses):
+                capacity = max(1024, 2 * len(self.addresses))
+                self.addresses = np.resize(self.addresses, (capacity, 4))
+                self.lengths = np.resize(self.lengths, (capacity, 2))
+            rows = slice(self.n_rows, self.n_rows + n)
+            for c, name in enumerate(_TOKEN_COLUMNS):
+                addresses, lengths = _places(batch.column(name))
+                self.addresses[rows, c] = addresses
+                if c < 2:
+                    self.lengths[rows, c] = lengths
+            columns.append((first, first + n, self.n_rows))
+            self.n_rows += n
+        added = np.array(columns, np.int64).reshape(-1, 3)
+        overlaps = np.zeros(len(self.firsts), np.bool_)
+        for first, stop, _ in columns:
+            overlaps |= (self.firsts < stop) & (self.stops > first)
+        if overlaps.any():
+            self.keep(~overlaps)
+        sizes = [(frame.size_bytes, 0 if frame.size_bytes else frame.batch.nbytes) for frame in frames]
+        firsts = np.concatenate([self.firsts, added[:, 0]])
+        order = np.argsort(firsts, kind="stable")
+        self.firsts = firsts[order]
+        self.stops = np.concatenate([self.stops, added[:, 1]])[order]
+        self.rows = np.concatenate([self.rows, added[:, 2]])[order]
+        self.ticks = np.concatenate([self.ticks, np.full(len(frames), tick)])[order]
+        self.sizes = np.concatenate([self.sizes, np.array(sizes, np.int64).reshape(-1, 2)])[order]
+        batches = [*self.batches, *(frame.batch for frame in frames)]
+        self.batches = [batches[i] for i in order.tolist()]
+
+    def keep(self, chosen: Bools) -> None:
+        """Let go of the other frames."""
+        self.firsts, self.stops, self.rows = self.firsts[chosen], self.stops[chosen], self.rows[chosen]
+        self.ticks, self.sizes = self.ticks[chosen], self.sizes[chosen]
+        self.batches = [self.batches[i] for i in np.flatnonzero(chosen).tolist()]
+        counts = self.stops - self.firsts
+        if 2 * counts.sum() < self.n_rows:  # more holes than rows: move together
+            taken = np.repeat(self.rows - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+            self.addresses, self.lengths = self.addresses[taken], self.lengths[taken]
+            self.rows = np.cumsum(counts) - counts
+            self.n_rows = len(taken)
+
+
 class Payloads:
-    """Where the tokens of a log's events lie in memory. Follows the log; holds its batches, which are mapped files."""
+    """Where the tokens of a log's events lie in memory. Holds the frames that were asked for, within a budget.
 
-    def __init__(self, log: Log) -> None:
+    memory_bytes: of frames that had to be decoded. mapped_bytes: of frames that are views of mapped files; they cost
+    no memory of ours, but a sealed segment's old file keeps its place on the disk while it is mapped.
+    """
+
+    def __init__(self, log: Log, *, memory_bytes: int = 512 << 20, mapped_bytes: int = 4 << 30) -> None:
         self._log = log
-        self._writers: dict[str, _Places] = {}
-        self._batches: list[pa.RecordBatch] = []
+        self._budget = np.array([memory_bytes, mapped_bytes])
+        self._writers: dict[str, _Frames] = {}
+        self._tick = 0
+        self._lock = threading.Lock()
 
-    def catch_up(self) -> None:
-        """Note what is new in the log."""
-        for batch in self._log.read({writer: places.n for writer, places in self._writers.items()}):
-            if not batch.num_rows:
-                continue
-            places = self._writers.setdefault(batch.column("writer")[0].as_py(), _Places())
-            places.extend(batch)
-            self._batches.append(batch)
-
-    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> tuple[Longs, Int32s]:
-        """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, and lengths [N, 2] of the first two."""
+    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> "tuple[Longs, Int32s, list[pa.RecordBatch]]":
+        """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, lengths [N, 2] of the first two, and the
+        batches that must be held while the addresses are used. Raises KeyError for an event that is not there."""
         addresses = np.empty((len(positions), 4), np.int64)
         lengths = np.empty((len(positions), 2), np.int32)
+        held: list[pa.RecordBatch] = []
         codes = writers.combine_chunks().dictionary_encode()
-        for code, writer in enumerate(codes.dictionary.to_pylist()):
-            mine = slice(None) if len(codes.dictionary) == 1 else np.flatnonzero(codes.indices.to_numpy() == code)
-            wanted = positions[mine]
-            places = self._writers.get(writer)
-            if places is None or int(wanted.max()) >= places.n:
-                self.catch_up()
-                places = self._writers.get(writer)
-                if places is None or int(wanted.max()) >= places.n:
-                    raise KeyError(f"no event at position {int(wanted.max())} of writer {writer!r}")
-            addresses[mine] = places.addresses[wanted]
-            lengths[mine] = places.lengths[wanted]
-        return addresses, lengths
+        with self._lock:
+            self._tick += 1
+            for code, writer in enumerate(codes.dictionary.to_pylist()):
+                mine = slice(None) if len(codes.dictionary) == 1 else np.flatnonzero(codes.indices.to_numpy() == code)
+                wanted = positions[mine]
+                frames = self._writers.setdefault(writer, _Frames())
+                k = frames.find(wanted)
+                if (k < 0).any():
+                    frames.insert(self._fetch(writer, wanted[k < 0]), self._tick)
+                    k = frames.find(wanted)
+                frames.ticks[k] = self._tick
+                rows = frames.rows[k] + (wanted - frames.firsts[k])
+                addresses[mine] = frames.addresses[rows]
+                lengths[mine] = frames.lengths[rows]
+                held.extend(frames.batches[i] for i in np.unique(k).tolist())
+            self._shrink()
+        return addresses, lengths, held
+
+    def _fetch(self, writer: str, positions: Longs) -> list[Frame]:
+        found: list[Frame] = []
+        stop = -1
+        for position in np.unique(positions).tolist():
+            if position >= stop:
+                frame = self._log.frame(writer, position)
+                found.append(frame)
+                stop = frame.first + frame.batch.num_rows
+        return found
+
+    def _shrink(self) -> None:
+        """Let go of what was not asked for the longest, until the rest is within budget."""
+        sizes = np.concatenate([np.empty((0, 2), np.int64), *(frames.sizes for frames in self._writers.values())])
+        if (sizes.sum(axis=0) <= self._budget).all():
+            return
+        ticks = np.concatenate([frames.ticks for frames in self._writers.values()])
+        newest_first = np.argsort(-ticks, kind="stable")
+        is_kept = np.empty(len(ticks), np.bool_)
+        is_kept[newest_first] = (np.cumsum(sizes[newest_first], axis=0) <= self._budget).all(axis=1)
+        at = 0
+        for frames in self._writers.values():
+            n = len(frames.firsts)
+            frames.keep(is_kept[at : at + n])
+            at += n
 
 
 # ---------------------------------------------------------------- the tree
@@ -221,7 +298,7 @@ class Nodes:
     n_prompt: Longs
     n_output: Longs
     addresses: Longs  # [N, 4]
-    payloads: Payloads  # keeps what lies at the addresses
+    held: list[pa.RecordBatch]  # what lies at the addresses
 
     @classmethod
     def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
@@ -235,7 +312,7 @@ class Nodes:
         n_shared, n_prompt, n_output = (
             table.column(name).to_numpy().astype(np.int64) for name in ("n_shared", "n_prompt", "n_output")
         )
-        addresses, lengths = payloads.locate(table.column("writer"), table.column("position").to_numpy())
+        addresses, lengths, held = payloads.locate(table.column("writer"), table.column("position").to_numpy())
         names = ids.to_pylist()
         orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
         if len(orphans):
@@ -247,7 +324,7 @@ class Nodes:
                 f"{names[i]}: the views say {n_prompt[i] - n_shared[i]} new prompt and {n_output[i]} output tokens, "
                 f"the log has {lengths[i, 0]} and {lengths[i, 1]}; rebuild the views"
             )
-        return cls(names, parent, continuing, n_shared, n_prompt, n_output, addresses, payloads)
+        return cls(names, parent, continuing, n_shared, n_prompt, n_output, addresses, held)
 
     def __len__(self) -> int:
         return len(self.interaction_ids)
