@@ -1,5 +1,7 @@
 """The book: a durable, append-only log of what agents and learners did, and the tables computed from it."""
 
+from typing import TYPE_CHECKING, Any
+
 from ._version import __version__
 from .directory import DirectoryLog, Repair
 from .errors import (
@@ -37,6 +39,9 @@ from .memory import MemoryLog
 from .prune import Pruned, prune
 from .verify import Report, verify
 
+if TYPE_CHECKING:
+    from .book import Book, open_book
+
 __all__ = [
     "SCHEMA",
     "START",
@@ -45,6 +50,7 @@ __all__ = [
     "BatchRow",
     "BatchTaken",
     "BatchTrained",
+    "Book",
     "BookBusy",
     "BookNotFound",
     "BookTooNew",
@@ -73,6 +79,16 @@ __all__ = [
     "TokensScored",
     "__version__",
     "new_id",
+    "open_book",
     "prune",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # DuckDB and SQLAlchemy come with the book, half a second of imports that a writer of events does without.
+    if name in ("Book", "open_book"):
+        from . import book
+
+        return getattr(book, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

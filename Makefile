@@ -1,0 +1,42 @@
+# `make demo` trains an agent before your eyes; `make test` runs every check. Both set up .venv the first time.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The CPU build of torch. Where pip's index serves CUDA builds under this name, point TORCH_ARGS at an index of CPU wheels:
+#   make demo TORCH_ARGS="--index-url URL"
+TORCH ?= torch==2.13.0
+TORCH_ARGS ?=
+SEED ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint unit clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Rollbook needs Python 3.11 or newer; pass PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+
+$(VENV)/demo.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
+	$(BIN)/pip install --quiet --editable '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/demo.stamp
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/demo.stamp  ## train a small real model on arithmetic from a durable book (about ten minutes on 2 cores)
+	$(BIN)/rollbook demo --seed $(SEED)
+
+test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest
+
+clean:  ## remove the environment and caches; books under runs/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache dist

@@ -1,0 +1,252 @@
+"""The command line: every command is one function; an error that a person can act on is one sentence and status 1."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from rollbook.agents.errors import AgentsError
+from rollbook.store import StoreError, __version__
+
+from .config import ConfigError
+from .launch import LaunchFailed
+from .models import ModelUnavailable
+
+Command = Callable[[argparse.Namespace], None]
+
+out = Console()
+err = Console(stderr=True)
+
+
+class Stop(Exception):
+    """A command cannot go on; the message is for the person."""
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from .serving import serve_book
+
+    serve_book(
+        Path(args.book),
+        engine=args.engine,
+        model=args.model,
+        weights=args.weights,
+        version=args.weights_version,
+        script=args.script,
+        run_id=args.run,
+        host=args.host,
+        port=args.port,
+        threads=args.threads,
+        settings=args.set,
+        address_file=Path(args.address_file) if args.address_file else None,
+    )
+
+
+def _train(args: argparse.Namespace) -> None:
+    from .training import train
+
+    train(args.config, args.overrides)
+
+
+def _sql(args: argparse.Namespace) -> None:
+    from .reading import print_table, query
+
+    print_table(query(args.book, args.query), args.format, out, Path(args.output) if args.output else None)
+
+
+def _show(args: argparse.Namespace) -> None:
+    from .reading import show_episode
+
+    show_episode(args.book, args.episode, out, scheme=args.scheme, gamma=args.gamma, is_json=args.json)
+
+
+def _episodes(args: argparse.Namespace) -> None:
+    from .reading import print_table, query
+
+    where = f"where {args.where}" if args.where else ""
+    print_table(
+        query(
+            args.book,
+            "select episode_id, run_id, task_id, state, version, attempt, opened_at, "
+            "(select count(*) from interactions i where i.episode_id = e.episode_id) as calls "
+            f"from episodes e {where} order by opened_at desc limit {int(args.limit)}",
+        ),
+        args.format,
+        out,
+    )
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from .reading import verify_book
+
+    if not verify_book(args.book, out):
+        raise Stop(f"{args.book} has faults, listed above; keep the folder as it is and restore it from a copy")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from .demo import run
+
+    run(seed=args.seed, root=Path(args.dir), steps=args.steps, threads=args.threads, out=out)
+
+
+def _areal(args: argparse.Namespace) -> None:
+    from .areal_compat import run
+
+    run([args.script, *args.arguments])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollbook",
+        description="The trajectory database for agent RL: record model calls, reward with SQL, train from the book.",
+        epilog="First: `rollbook demo` trains a small model on arithmetic; `rollbook COMMAND --help` explains one.",
+    )
+    parser.add_argument("--version", action="version", version=f"rollbook {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(
+        name: str, run: Callable[[argparse.Namespace], None], help_: str, example: str
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(
+            name,
+            help=help_,
+            description=help_[0].upper() + help_[1:] + ".",
+            epilog=f"Example: {example}",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        made.set_defaults(command=run)
+        return made
+
+    def book_of(made: argparse.ArgumentParser) -> None:
+        made.add_argument("book", metavar="BOOK", help="the folder of the book")
+
+    made = command(
+        "serve",
+        _serve,
+        "record an agent's model calls: proxy and engine on one port",
+        "rollbook serve runs/my-book --model smollm2-135m",
+    )
+    book_of(made)
+    made.add_argument("--engine", choices=["embedded", "scripted", "vllm"], default="embedded", help="what answers")
+    made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
+    made.add_argument("--weights", default=None, help="a folder of newer weights to start with")
+    made.add_argument("--weights-version", type=int, default=0, metavar="N", help="the version that those weights are")
+    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="what the scripted engine says")
+    made.add_argument("--run", default="default", help="the run that episodes belong to")
+    made.add_argument("--host", default="127.0.0.1", help="where to listen")
+    made.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of the embedded engine")
+    made.add_argument("--address-file", default=None, metavar="FILE", help="write {url, pid} there once it answers")
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="a setting of the proxy, e.g. gconfig.temperature=0.7",
+    )
+
+    made = command(
+        "train", _train, "train an agent by a config file", "rollbook train config.yaml actor.optimizer.lr=1e-5"
+    )
+    made.add_argument("config", metavar="CONFIG", help="a YAML file")
+    made.add_argument("overrides", nargs="*", metavar="A.B=C", help="values that win over the file's")
+
+    made = command(
+        "sql",
+        _sql,
+        "ask a book a question in SQL",
+        'rollbook sql runs/demo/book "from episodes"',
+    )
+    book_of(made)
+    made.add_argument("query", metavar="QUERY", help="one SQL statement; docs/sql.md lists the tables")
+    made.add_argument(
+        "--format", choices=["table", "csv", "json", "parquet", "arrow"], default="table", help="how to print"
+    )
+    made.add_argument("--output", "-o", default=None, metavar="FILE", help="write there instead of to the terminal")
+
+    made = command("episodes", _episodes, "list the latest episodes of a book", "rollbook episodes runs/demo/book")
+    book_of(made)
+    made.add_argument("--where", default=None, metavar="SQL", help="a condition on the episodes table")
+    made.add_argument("--limit", type=int, default=20, help="how many")
+    made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
+
+    made = command(
+        "show",
+        _show,
+        "show one episode: its tree, messages, tokens, credits",
+        "rollbook show runs/demo/book ep_0198...",
+    )
+    book_of(made)
+    made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one; `last` for the newest")
+    made.add_argument(
+        "--scheme", choices=["tree", "broadcast", "arrival", "none"], default="tree", help="how rewards spread"
+    )
+    made.add_argument("--gamma", type=float, default=1.0, help="discount per turn")
+    made.add_argument("--json", action="store_true", help="print JSON instead")
+
+    made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
+    book_of(made)
+
+    made = command("demo", _demo, "train a small real model on arithmetic, from a durable book", "rollbook demo")
+    made.add_argument("--seed", type=int, default=1, help="another seed is another run in the same book")
+    made.add_argument("--dir", default="runs/demo", help="where the book and the plot go")
+    made.add_argument(
+        "--steps", type=int, default=None, help="training steps; by default as many as take about ten minutes"
+    )
+    made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads to use")
+
+    made = command(
+        "run-areal",
+        _areal,
+        "run a training script written for AReaL, unchanged",
+        "rollbook run-areal train.py --config config.yaml",
+    )
+    made.add_argument("script", metavar="SCRIPT", help="the script; its `areal` imports are answered by Rollbook")
+    made.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script gets as its arguments"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The `rollbook` command."""
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except (Stop, AgentsError, ConfigError, LaunchFailed, ModelUnavailable, StoreError) as error:
+        err.print(f"[bold red]rollbook:[/] {error}", soft_wrap=True, highlight=False)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        err.print(
+            f"[bold red]rollbook:[/] this needs the package {error.name}; pip install 'rollbook\\[{extra}]'",
+            soft_wrap=True,
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("rollbook: stopped; what was acknowledged is in the book, and the same command goes on from there")
+        sys.exit(130)
+
+
+_EXTRAS = {
+    "torch": "train",
+    "transformers": "train",
+    "safetensors": "train",
+    "litestar": "serve",
+    "uvicorn": "serve",
+    "tokenizers": "serve",
+    "jinja2": "serve",
+    "agents": "agents-openai",
+    "openai": "agents-openai",
+    "math_verify": "math",
+    "gguf": "demo",
+    "matplotlib": "plot",
+}
+
+
+if __name__ == "__main__":
+    main()

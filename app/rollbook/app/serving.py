@@ -1,0 +1,112 @@
+"""`rollbook serve`: a book, an engine and the proxy's surface, put together and kept up until stopped."""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import yaml
+from rich.console import Console
+
+from rollbook.agents.workflow import load
+from rollbook.proxy.config import ServeConfig
+from rollbook.proxy.engine import Engine
+from rollbook.proxy.scripted import ScriptedEngine
+from rollbook.proxy.server import Service, serve_until_stopped
+from rollbook.proxy.tokenizer import Tokenizer
+from rollbook.store import Book, BookBusy, open_book
+
+from .config import ConfigError, put
+from .models import prepare_model
+
+ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
+
+
+def serve_book(
+    book_path: Path,
+    *,
+    engine: str,
+    model: str,
+    weights: str | None,
+    version: int,
+    script: str | None,
+    run_id: str,
+    host: str,
+    port: int,
+    threads: int,
+    settings: Sequence[str],
+    address_file: Path | None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. `address_file` gets {url, pid} once the server answers."""
+    config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
+    model_path = str(prepare_model(model))
+    tokenizer = Tokenizer.load(model_path)
+    with open_writer(book_path, "proxy") as book:
+        service = Service(
+            log=book.log,
+            engine=_engine(engine, weights or model_path, version, script, threads, tokenizer),
+            tokenizer=tokenizer,
+            config=config,
+            book=book,
+        )
+
+        def announce(url: str) -> None:
+            if address_file is not None:
+                beside = address_file.with_suffix(".part")
+                beside.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+                beside.replace(address_file)
+            else:
+                _say(url, book_path, service.admin_key if config.admin_key is None else None)
+
+        anyio.run(partial(serve_until_stopped, service, announce=announce), backend_options={"use_uvloop": True})
+
+
+def open_writer(book_path: Path, name: str) -> Book:
+    """Open a book to append under `name`, or `name-2`, ... where other live processes already have the earlier ones."""
+    for i in range(1, 1000):
+        try:
+            return open_book(str(book_path), writer=name if i == 1 else f"{name}-{i}")
+        except BookBusy:
+            continue
+    raise BookBusy(f"{book_path}: 999 writers called {name} are open; stop some of them")
+
+
+def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
+    tree: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"expected --set a.b=c, got {setting!r}")
+        put(tree, key, yaml.safe_load(value))
+    try:
+        return msgspec.convert(tree, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set: {error}; known: {', '.join(ServeConfig.__struct_fields__)}") from error
+
+
+def _engine(kind: str, weights: str, version: int, script: str | None, threads: int, tokenizer: Tokenizer) -> Engine:
+    if kind == "scripted":
+        if script is None:
+            raise ConfigError("the scripted engine needs --script MODULE:FUNCTION, which says what it answers")
+        return ScriptedEngine(load(script)(tokenizer), version=version)
+    if kind == "embedded":
+        from rollbook.proxy.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(weights, version=version, threads=threads)
+    raise ConfigError(f"engine {kind!r} cannot be started here; expected embedded or scripted")
+
+
+def _say(url: str, book_path: Path, admin_key: str | None) -> None:
+    out = Console(highlight=False)
+    out.print(f"Recording into [bold]{book_path}[/], answering at [bold]{url}/v1[/] (stop with Ctrl-C)")
+    if admin_key is not None:
+        out.print(f"Admin key of this start: {admin_key}\nOpen a session for an agent:")
+        out.print(
+            f"  curl -s {url}/rl/start_session -H 'Authorization: Bearer {admin_key}' -d '{{\"task_id\": \"hello\"}}'",
+            soft_wrap=True,
+        )
+        out.print(f"and give the agent OPENAI_BASE_URL={url}/v1 and the answer's api_key as OPENAI_API_KEY.")

@@ -1,0 +1,33 @@
+"""`rollbook train`: a config file, a dataset, an agent, one call to the trainer."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rollbook.agents.data import get_custom_dataset
+from rollbook.learner import PPOTrainer
+
+from .config import ConfigError, GRPOConfig, load_config
+from .models import prepare_model
+
+
+def train(config_path: str, overrides: Sequence[str] = ()) -> None:
+    """Train what the config says. Raises ConfigError for what it does not say."""
+    config = load_config(config_path, overrides)
+    if config.workflow is None and config.scheduler.type != "none":
+        raise ConfigError(f"{config_path} names no agent; add `workflow: my_agent.MathAgent` or give workflow=... here")
+    sys.path.insert(0, os.getcwd())
+    train_on(config)
+
+
+def train_on(config: GRPOConfig, *, rows: Sequence[Any] | None = None) -> None:
+    """The same from a config that is loaded. rows: the training tasks; None: those of `train_dataset`."""
+    config.actor.path = str(prepare_model(config.actor.path))
+    config.tokenizer_path = config.tokenizer_path or config.actor.path
+    if rows is None and config.train_dataset.path:
+        rows = get_custom_dataset(split="train", dataset_config=config.train_dataset)
+    valid = config.valid_dataset
+    valid_rows = get_custom_dataset(split="test", dataset_config=valid) if valid and valid.path else None
+    with PPOTrainer(config, train_dataset=rows, valid_dataset=valid_rows) as trainer:
+        trainer.train(workflow=config.workflow, eval_workflow=config.eval_workflow)

@@ -1,0 +1,64 @@
+"""A config says in one sentence what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from rollbook.app.config import ConfigError, GRPOConfig, load_config, load_expr_config
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_overrides_win_and_numbers_are_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 3\nactor:\n  optimizer:\n    lr: 1e-5\n")
+    config = load_config(path, ["actor.optimizer.lr=3e-4", "gconfig.n_samples=5", "workflow=my_agent.MathAgent"])
+    assert isinstance(config, GRPOConfig)
+    assert (config.seed, config.actor.optimizer.lr, config.gconfig.n_samples) == (3, 3e-4, 5)
+    assert config.workflow == "my_agent.MathAgent"
+
+
+def test_references_take_values_of_the_same_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 7\ntrial_name: seed${seed}\nactor:\n  path: tiny\ntokenizer_path: ${actor.path}\n")
+    config = load_config(path)
+    assert (config.trial_name, config.tokenizer_path) == ("seed7", "tiny")
+
+
+def test_a_circle_of_references_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(write(tmp_path, "workflow: ${eval_workflow}\neval_workflow: ${workflow}\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "says"),
+    [
+        ("actr: {}\n", [], "unknown config key 'actr'; did you mean 'actor'?"),
+        ("actor:\n  optimizer:\n    lrr: 1\n", [], "unknown config key 'actor.optimizer.lrr'; did you mean 'lr'?"),
+        ("{}\n", ["gconfig.n_sample=4"], "unknown config key 'gconfig.n_sample'; did you mean 'n_samples'?"),
+        ("seed: many\n", [], "seed: expected `int`, got `str`"),
+        ("- 1\n", [], "must hold sections"),
+        ("a: [\n", [], "is not YAML"),
+        ("{}\n", ["seed"], "expected an override like"),
+        ("workflow: ${nowhere.at.all}\n", [], "names a key that is not in the file"),
+    ],
+)
+def test_a_wrong_config_names_the_key(tmp_path: Path, text: str, overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_the_command_line_of_areal_scripts(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 1\n")
+    config, where = load_expr_config(["--config", str(path), "seed=2"], GRPOConfig)
+    assert (config.seed, where) == (2, str(path))
+    with pytest.raises(ConfigError, match="--config"):
+        load_expr_config(["seed=2"], GRPOConfig)
