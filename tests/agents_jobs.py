@@ -122,3 +122,12 @@ def gone(pid: int) -> None:
             return
         time.sleep(0.01)
     raise AssertionError(f"process {pid} is still there")
+
+
+def ask(data):
+    """Reads where to call from its environment, as scripts do."""
+    from openai import OpenAI
+
+    with OpenAI() as client:
+        reply = client.chat.completions.create(model="m", messages=data["messages"])
+    return float(reply.choices[0].message.content == "turn 1")

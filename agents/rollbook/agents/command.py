@@ -85,10 +85,10 @@ class _Shown:
         return self._kept.decode(errors="replace").strip()
 
     def _read(self) -> None:
-        with open(self._source, "rb", buffering=0) as source:
-            while piece := source.read(1 << 16):
-                sys.stderr.write(piece.decode(errors="replace"))
-                self._kept += piece
+        with open(self._source, "rb") as source:
+            while line := source.readline(1 << 16):  # by lines, so that those of several programs do not mix
+                sys.stderr.write(line.decode(errors="replace"))
+                self._kept += line
                 del self._kept[:-_TAIL_BYTES]
 
 

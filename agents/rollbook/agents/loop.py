@@ -107,7 +107,7 @@ class RolloutLoop:
     async def run(self) -> None:
         """Until the epochs are over. Raises RolloutsFailing, or what the proxy raises when it is gone."""
         self._home = asyncio.get_running_loop()
-        with watching(self.runner.workflow):
+        with watching(self.runner.workflow.blocking):
             await self._draw()
 
     async def _draw(self) -> None:

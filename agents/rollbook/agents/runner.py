@@ -137,7 +137,7 @@ class Runner:
         async def one(i: int, task: Task) -> None:
             groups[i] = await self.run_group(task, epoch=epoch)
 
-        with watching(self.workflow):
+        with watching(self.workflow.blocking):
             async with anyio.create_task_group() as group:
                 for i, task in enumerate(tasks):
                     group.start_soon(one, i, task)

@@ -1,8 +1,9 @@
-"""Notices an agent that blocks the event loop, and names it.
+"""Notices an agent that blocks the event loop, says where, and moves it.
 
-A thread asks the loop for a sign of life. When none comes in time it looks at what the loop's thread is doing; if an
-agent's code is on that stack, that agent blocks. The second time it is moved: its later episodes run on loops in
-threads of their own, where blocking hurts nobody else. (Once may be an import or a first connection.)
+`timed` drives an agent's coroutine and measures each step between two awaits: a step is the agent's own doing, however
+busy the loop is. After the second long step its later episodes run on loops in threads of their own, where blocking
+hurts nobody else (once may be an import or a first connection). A thread looks at the stack meanwhile, to say where.
+Steps of tasks that the agent starts itself are not seen.
 """
 
 import asyncio
@@ -11,89 +12,115 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
 
-from .workflow import AsyncAgent, Workflow
+T = TypeVar("T")
 
 _log = logging.getLogger("rollbook.agents")
 
 BLOCKED_S = 0.5
-"""A loop that gives no sign of life for this long is blocked."""
+"""A step that takes longer blocks the loop."""
+STRIKES = 2
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _LOOP_FILES = tuple(os.path.join("asyncio", name) for name in ("events.py", "base_events.py", "runners.py"))
 
 
-@contextmanager
-def watching(workflow: Workflow) -> Iterator[None]:
-    """Watch the running loop meanwhile."""
-    if not isinstance(workflow, AsyncAgent) or workflow.is_moved:
-        yield
-        return
-    watch = _Watch(workflow)
-    try:
-        yield
-    finally:
-        watch.closed.set()
+class Blocking:
+    """What is known of an agent's steps."""
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.strikes = 0
+        self.since: float | None = None  # monotonic; the step that runs now
+        self.where: str | None = None
 
-class _Watch:
-    def __init__(self, agent: AsyncAgent) -> None:
-        self.closed = threading.Event()
-        self._agent = agent
-        self._loop = asyncio.get_running_loop()
-        self._thread_id = threading.get_ident()
-        self._times_blocked = 0
-        threading.Thread(target=self._run, name="loop watch", daemon=True).start()
+    @property
+    def is_proven(self) -> bool:
+        """Whether to keep the agent off the loop."""
+        return self.strikes >= STRIKES
 
-    def _run(self) -> None:
-        while not (self.closed.is_set() or self._agent.is_moved):
-            alive = threading.Event()
-            try:
-                self._loop.call_soon_threadsafe(alive.set)
-            except RuntimeError:
-                return  # the loop is closed
-            if not alive.wait(BLOCKED_S):
-                self._look()
-                while not alive.wait(0.1):
-                    if self.closed.is_set() or self._loop.is_closed():
-                        return
-            self.closed.wait(BLOCKED_S / 5)
-
-    def _look(self) -> None:
-        frame = sys._current_frames().get(self._thread_id)
-        where = None if frame is None else agent_code(frame, self._agent)
-        if where is None:
+    def ended(self, seconds: float) -> None:
+        """A step took so long."""
+        if seconds < BLOCKED_S or self.is_proven:
             return
-        self._times_blocked += 1
-        if self._times_blocked == 2:
-            self._agent.is_moved = True
+        self.strikes += 1
+        if self.is_proven:
             _log.warning(
-                "%s blocked the event loop for more than %.1f s at %s; its next episodes run in threads of their own. "
+                "%s blocked the event loop for %.1f s%s; its next episodes run in threads of their own. "
                 "Use async calls there, or the subproc mode.",
-                self._agent.name,
-                BLOCKED_S,
-                where,
+                self.name,
+                seconds,
+                f" at {self.where}" if self.where else "",
             )
 
 
-def agent_code(frame: FrameType | None, agent: AsyncAgent) -> str | None:
-    """Where in a person's code the stack is, if it is in the agent's; None if the loop is busy with something else.
+class timed(Generator[Any, Any, T]):
+    """`await timed(coroutine, blocking)` is `await coroutine`, with each step measured."""
 
-    A task that the agent started has no frame of ours below it: then any code that belongs neither to Python, nor to
-    installed packages, nor to us is taken for the agent's.
-    """
-    where, is_agents = None, False
+    def __init__(self, coroutine: Coroutine[Any, Any, T], blocking: Blocking) -> None:
+        self._coroutine = coroutine
+        self._blocking = blocking
+
+    def __await__(self) -> "timed[T]":
+        return self
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def _step(self, advance: Any, *value: Any) -> Any:
+        blocking = self._blocking
+        began = blocking.since = time.monotonic()
+        try:
+            return advance(*value)
+        finally:
+            blocking.since = None
+            blocking.ended(time.monotonic() - began)
+
+
+@contextmanager
+def watching(blocking: Blocking | None) -> Iterator[None]:
+    """Look where the running loop's thread is whenever a step takes long."""
+    if blocking is None or blocking.is_proven:
+        yield
+        return
+    asyncio.get_running_loop()
+    done = threading.Event()
+    watch = threading.Thread(
+        target=_look, args=(blocking, threading.get_ident(), done), name="watch for blocking agents", daemon=True
+    )
+    watch.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _look(blocking: Blocking, thread_id: int, done: threading.Event) -> None:
+    while not (done.wait(BLOCKED_S / 4) or blocking.is_proven):
+        since = blocking.since
+        if since is not None and time.monotonic() - since > BLOCKED_S / 2:
+            blocking.where = _place(sys._current_frames().get(thread_id)) or blocking.where
+
+
+def _place(frame: FrameType | None) -> str | None:
+    """The innermost code of a stack that is neither Python's, nor an installed package's, nor ours."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.endswith(_LOOP_FILES):
-            break
-        if name.startswith(_HERE):
-            is_agents = is_agents or (frame.f_code is AsyncAgent.run.__code__ and frame.f_locals.get("self") is agent)
-        elif where is None and not name.startswith((*_LIBRARIES, "<")):
-            where = f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return None
+        if not name.startswith((_HERE, *_LIBRARIES, "<")):
+            return f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
-    return where or ("code of a package that it calls" if is_agents else None)
+    return None

@@ -21,6 +21,7 @@ import msgspec
 
 from .errors import Rejected, WorkflowError
 from .threads import in_thread, in_thread_loop
+from .watch import Blocking, timed
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,9 @@ class RolloutWorkflow(ABC):
 class Workflow(ABC):
     """A resolved agent: `await workflow.run(data, session)` gives whatever the person's code returned."""
 
+    blocking: Blocking | None = None
+    """What is known of its blocking the event loop; None where it does not run on it."""
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -74,13 +78,13 @@ class AsyncAgent(Workflow):
         super().__init__(name)
         self._call = call
         self._takes = _accepted_keywords(call)
-        self.is_moved = False
+        self.blocking: Blocking = Blocking(name)
 
     async def run(self, data: Mapping[str, Any], session: Session) -> Any:
         keywords = _keywords(session, self._takes)
-        if self.is_moved:
+        if self.blocking.is_proven:
             return await in_thread_loop(lambda: self._call(dict(data), **keywords), name=self.name)
-        return await self._call(dict(data), **keywords)
+        return await timed(self._call(dict(data), **keywords), self.blocking)
 
 
 class SyncAgent(Workflow):

@@ -24,6 +24,8 @@ from .errors import EngineUnavailable, ProxyError
 
 _ATTEMPTS = 4
 _BACK_OFF_S = 0.2
+_AT_ONCE = 16
+"""Requests on their way. httpx looks at all its connections and waiting requests at each step, so others wait here."""
 
 
 class Unreachable(EngineUnavailable):
@@ -52,8 +54,9 @@ class ProxyClient:
             base_url=self._root,
             timeout=timeout_s,
             trust_env=False,
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+            limits=httpx.Limits(max_connections=_AT_ONCE, max_keepalive_connections=_AT_ONCE),
         )
+        self._turns = anyio.Semaphore(_AT_ONCE)
 
     @property
     def base_url(self) -> str:
@@ -198,13 +201,14 @@ class ProxyClient:
         while True:
             attempts -= 1
             try:
-                response = await self._http.request(
-                    method,
-                    path,
-                    content=body,
-                    headers=headers,
-                    timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
-                )
+                async with self._turns:
+                    response = await self._http.request(
+                        method,
+                        path,
+                        content=body,
+                        headers=headers,
+                        timeout=httpx.USE_CLIENT_DEFAULT if timeout is None else timeout,
+                    )
             except httpx.TransportError as error:
                 if attempts <= 0:
                     raise Unreachable(

@@ -1,0 +1,223 @@
+"""Agents against the real server: what the book says after each of them."""
+
+import aiohttp
+import anyio
+import pytest
+from openai import AsyncOpenAI
+
+from agents_scripts import counting, text_of
+from proxy_serving import said, serving
+from rollbook.agents.data import tasks_of
+from rollbook.agents.runner import Runner
+from rollbook.agents.subprocesses import SubprocessAgent
+from rollbook.proxy.client import ProxyClient
+from rollbook.proxy.config import ServeConfig
+from rollbook.proxy.errors import EngineUnavailable
+from rollbook.store.directory import DirectoryLog
+
+pytestmark = pytest.mark.anyio
+TASKS = tasks_of([{"id": f"t{i}", "messages": [{"role": "user", "content": f"What is {i}?"}]} for i in range(3)])
+
+
+async def talk(data, base_url, api_key, n_turns=2, **_):
+    """A conversation of some turns; the last reply counts."""
+    messages = list(data["messages"])
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _turn in range(n_turns):
+            reply = await client.chat.completions.create(model="default", messages=messages)
+            messages += [
+                {"role": "assistant", "content": reply.choices[0].message.content},
+                {"role": "user", "content": "And?"},
+            ]
+    return float(reply.choices[0].message.content == f"turn {n_turns}")
+
+
+async def test_every_call_reward_and_end_is_in_the_book():
+    async with serving(counting) as served:
+        runner = Runner(served.client, talk, run_id="run", n_samples=2)
+        episodes = await runner.run(TASKS)
+        assert [(e.state, e.reward, e.n_interactions) for e in episodes] == [("done", 1.0, 2)] * 6
+        opened = served.events("EpisodeOpened")
+        assert {(e.run_id, e.fact.group_id, e.fact.attempt) for e in opened} == {
+            ("run", f"run/epoch-0/{i}", 1) for i in range(3)
+        }
+        assert [e.fact.task["id"] for e in opened if e.fact.task_id == "t1"] == ["t1", "t1"]
+        assert len(served.events("InteractionRecorded")) == 12
+        rewards = served.events("RewardGiven")
+        last = {e.episode_id: e.interaction_id for e in served.events("InteractionRecorded")}
+        assert {e.episode_id: e.interaction_id for e in rewards} == last
+        assert {(e.fact.value, e.fact.source) for e in rewards} == {(1.0, f"agent {__name__}.talk")}
+        assert [e.fact.state for e in served.events("EpisodeClosed")] == ["done"] * 6
+
+
+async def test_rewards_by_interaction_id_reach_their_interactions():
+    ids = []
+
+    async def agent(data, base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(2):
+                ids.append((await client.chat.completions.create(model="m", messages=data["messages"])).id)
+        return {ids[0]: 0.25, "chatcmpl-unknown": 1.0, ids[1]: 0.75}
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+        assert episode.state == "failed"
+        assert "'chatcmpl-unknown'" in episode.reason
+        given = {e.interaction_id: e.fact.value for e in served.events("RewardGiven")}
+        assert given == {ids[0]: 0.25, ids[1]: 0.75}
+
+
+async def test_a_reward_without_a_call_fails_and_no_call_without_a_reward_is_done():
+    async def rewarded(data):
+        return 1.0
+
+    async def idle(data):
+        return None
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, rewarded, run_id="run").run(TASKS[:1])
+        assert "found no model call" in episode.reason
+        (episode,) = await Runner(served.client, idle, run_id="run").run(TASKS[:1])
+        assert (episode.state, episode.reward, episode.n_interactions) == ("done", None, 0)
+
+
+async def test_a_call_after_the_end_is_refused_and_harms_nobody():
+    kept = {}
+
+    async def leaves_its_client_open(data, base_url, api_key):
+        kept["client"] = client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        await client.chat.completions.create(model="m", messages=data["messages"])
+        return 1.0
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, leaves_its_client_open, run_id="run").run(TASKS[:1])
+        assert episode.state == "done"
+        async with kept["client"] as client:
+            with pytest.raises(Exception, match="410"):
+                await client.chat.completions.create(model="m", messages=TASKS[0].row["messages"])
+        assert len(served.events("InteractionRecorded")) == 1
+
+
+async def test_a_hung_agent_is_stopped_and_what_it_said_stays():
+    async def hangs(data, base_url, api_key):
+        await talk(data, base_url, api_key, n_turns=1)
+        await anyio.sleep(3600)
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, hangs, run_id="run", time_limit_s=2).run(TASKS[:1])
+        assert (episode.state, episode.n_interactions) == ("failed", 1)
+        (closed,) = served.events("EpisodeClosed")
+        assert (closed.fact.state, closed.fact.reason) == ("failed", episode.reason)
+
+
+async def test_an_engine_that_dies_fails_the_episodes_that_ask_it_and_no_others():
+    n = iter(range(1000))
+
+    def dies_once(generation):
+        if next(n) == 3:
+            raise EngineUnavailable("the engine's process is gone")
+        return counting(generation)
+
+    async with serving(dies_once) as served:
+
+        async def agent(data, base_url, api_key):
+            async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+                await client.chat.completions.create(model="m", messages=data["messages"])
+            return 1.0
+
+        episodes = await Runner(served.client, agent, run_id="run", n_samples=2, max_attempts=2).run(TASKS)
+        assert sum(e.state == "failed" for e in episodes) == 1
+        (failed,) = [e for e in episodes if e.state == "failed"]
+        assert "503" in failed.reason
+        assert sum(e.state == "done" for e in episodes) == 6
+        assert [e.attempt for e in episodes if e.group_id == failed.group_id and e.state == "done"].count(2) == 1
+
+
+async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
+    at_half, restarted = anyio.Event(), anyio.Event()
+
+    async def agent(data, base_url, api_key):
+        messages = list(data["messages"])
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=6) as client:
+            for turn in range(4):
+                if turn == 2:
+                    at_half.set()
+                reply = await client.chat.completions.create(model="m", messages=messages)
+                messages += [
+                    {"role": "assistant", "content": reply.choices[0].message.content},
+                    {"role": "user", "content": "And?"},
+                ]
+        return float(reply.choices[0].message.content == "turn 4")
+
+    async def hold(generation):
+        if "turn 2" in (text := text_of(generation)) and not restarted.is_set():
+            await anyio.sleep(30)
+        return said(f"turn {text.count('<|im_start|>assistant')}")
+
+    key = "admin-key-of-the-tests"
+    log = DirectoryLog(tmp_path / "book", writer="first")
+    async with anyio.create_task_group() as group:
+        episodes = []
+        async with serving(hold, log=log, config=ServeConfig(admin_key=key)) as served:
+            port = int(served.url.rsplit(":", 1)[1])
+            client = ProxyClient(served.url, key)
+
+            async def run():
+                episodes.extend(await Runner(client, agent, run_id="run").run(TASKS[:1]))
+
+            group.start_soon(run)
+            await at_half.wait()
+            await anyio.sleep(0.1)
+        log.close()
+        restarted.set()
+        log = DirectoryLog(tmp_path / "book", writer="second")
+        async with serving(hold, log=log, config=ServeConfig(admin_key=key, port=port)) as served:
+            with anyio.fail_after(30):
+                while not episodes:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+            assert [(e.state, e.reward, e.n_interactions) for e in episodes] == [("done", 1.0, 4)]
+            recorded = served.events("InteractionRecorded")
+            assert len({e.interaction_id for e in recorded}) == 4
+            assert {e.episode_id for e in recorded} == {episodes[0].episode_id}
+        log.close()
+        await client.aclose()
+
+
+async def test_a_proxy_that_goes_away_for_good_stops_the_runner():
+    async def agent(data):
+        await anyio.sleep(0.2)
+        return 1.0
+
+    async def outlive():
+        async with anyio.create_task_group() as group, serving(counting) as served:
+            client = ProxyClient(served.url, served.service.admin_key)
+            group.start_soon(Runner(client, agent, run_id="run").run, TASKS[:1])
+            await anyio.sleep(0.1)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await outlive()
+    assert caught.group_contains(EngineUnavailable, match="is the server up")
+
+
+async def test_sync_agents_talk_from_subprocesses():
+    agent = SubprocessAgent("agents_jobs.ask", max_workers=2)
+    async with serving(counting) as served:
+        episodes = await Runner(served.client, agent, run_id="run").run(TASKS)
+    agent.close()
+    assert [(e.state, e.reward, e.n_interactions) for e in episodes] == [("done", 1.0, 1)] * 3
+
+
+async def test_two_hundred_episodes_at_once_lose_nothing():
+    async with serving(counting) as served, aiohttp.ClientSession() as http:
+
+        async def agent(data, api_key):
+            for _ in range(2):
+                body = {"model": "m", "messages": data["messages"]}
+                headers = {"authorization": f"Bearer {api_key}"}
+                async with http.post(f"{served.base_url}/chat/completions", json=body, headers=headers) as answer:
+                    answer.raise_for_status()
+            return 1.0
+
+        episodes = await Runner(served.client, agent, run_id="run", n_samples=200).run(TASKS[:1])
+        assert {(e.state, e.n_interactions) for e in episodes} == {("done", 2)}
+        assert len({e.interaction_id for e in served.events("InteractionRecorded")}) == 400

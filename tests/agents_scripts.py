@@ -1,0 +1,27 @@
+"""What the scripted engine says to the agents of the tests and examples."""
+
+import json
+
+from proxy_serving import BYTES, said
+from rollbook.proxy.engine import Generation
+
+
+def text_of(generation: Generation) -> str:
+    """The prompt as text, special tokens spelled out."""
+    return BYTES.decode(generation.prompt_ids.tolist())
+
+
+def call(name: str, **arguments: object) -> str:
+    """A tool call as the model writes it."""
+    return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+
+
+def calculator(generation: Generation) -> list[int]:
+    """3 * 4 + 5 with the tools `multiply` and `add`, then the answer 17."""
+    n_results = text_of(generation).count("<|im_start|>tool")
+    return said([call("multiply", a=3, b=4), call("add", a=12, b=5), r"The answer is \boxed{17}."][min(n_results, 2)])
+
+
+def counting(generation: Generation) -> list[int]:
+    """Which turn of the conversation this is."""
+    return said(f"turn {text_of(generation).count('<|im_start|>assistant')}")
