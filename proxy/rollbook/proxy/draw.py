@@ -1,0 +1,116 @@
+"""Drawing tokens: from a batch of logits and each request's settings to ids and the logprobs of what was drawn.
+
+The order is vLLM's: penalties, forbidden stop tokens, temperature, min_p, top_k, top_p. A uniform number of the
+request's own decides the token by inverting the cumulative distribution, so what a seed gives does not depend on who
+else is in the batch, float noise in the logits aside. Temperature 0 takes the likeliest token; its logprob is then that
+of temperature 1, after penalties. Everything is float32.
+
+Shapes: B requests, V tokens of the vocabulary.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .engine import LogprobsMode, Sampling
+from .errors import BadRequest
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what has no meaning, by name."""
+    limits = {
+        "temperature": (sampling.temperature >= 0, ">= 0"),
+        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
+        "min_p": (0 <= sampling.min_p <= 1, "in [0, 1]"),
+        "repetition_penalty": (sampling.repetition_penalty > 0, "> 0"),
+        "max_tokens": (sampling.max_tokens is None or sampling.max_tokens >= 1, ">= 1 or none"),
+        "frequency_penalty": (np.isfinite(sampling.frequency_penalty), "finite"),
+        "presence_penalty": (np.isfinite(sampling.presence_penalty), "finite"),
+    }
+    for name, (is_good, expected) in limits.items():
+        if not is_good:
+            raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
+
+
+@dataclass(kw_only=True)
+class Dice:
+    """What one request brings to a draw. prompt_ids and output_ids are read only where a penalty needs them."""
+
+    sampling: Sampling
+    random: random.Random
+    prompt_ids: Sequence[int] | np.ndarray = ()
+    output_ids: list[int] = field(default_factory=list)
+
+
+def draw(
+    logits_BV: torch.Tensor, dice: Sequence[Dice], mode: LogprobsMode = "processed"
+) -> tuple[list[int], list[float]]:
+    """One token for each row, and its logprob. A row that is not finite gives NaN, which the caller must look for.
+
+    logits_BV may be of any float type and is not changed unless it is float32.
+    """
+    device = logits_BV.device
+    logits_BV = logits_BV.float()
+    raw_BV = logits_BV.clone() if mode == "raw" else None
+    for row, one in enumerate(dice):
+        _penalise(logits_BV[row], one)
+    temperatures = [one.sampling.temperature or 1.0 for one in dice]
+    if any(t != 1.0 for t in temperatures):
+        logits_BV.div_(torch.tensor(temperatures, device=device)[:, None])
+    cut = [i for i, one in enumerate(dice) if _is_cut(one.sampling)]
+    if cut:
+        logits_BV[cut] = _cut(logits_BV[cut], [dice[i].sampling for i in cut])
+    probabilities_BV = torch.softmax(logits_BV, -1)
+    cumulative_BV = probabilities_BV.cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:]
+    uniform_B1 = torch.tensor([one.random.random() for one in dice], dtype=torch.float32, device=device)[:, None]
+    # Strictly below the total, or rounding could choose a token of probability zero behind the last possible one.
+    chosen_B1 = torch.minimum(uniform_B1 * total_B1, torch.nextafter(total_B1, torch.zeros_like(total_B1)))
+    ids_B1 = torch.searchsorted(cumulative_BV, chosen_B1, right=True).clamp_(max=logits_BV.shape[1] - 1)
+    greedy = [i for i, one in enumerate(dice) if one.sampling.temperature == 0]
+    if greedy:
+        ids_B1[greedy] = logits_BV[greedy].argmax(-1, keepdim=True)
+    if raw_BV is None:
+        logprobs_B1 = probabilities_BV.gather(1, ids_B1).log()
+    else:
+        logprobs_B1 = torch.log_softmax(raw_BV, -1).gather(1, ids_B1)
+    return ids_B1[:, 0].tolist(), logprobs_B1[:, 0].tolist()
+
+
+def _penalise(logits_V: torch.Tensor, one: Dice) -> None:
+    sampling = one.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(np.concatenate([one.prompt_ids, one.output_ids]).astype(np.int64)))
+        seen = seen.to(logits_V.device)
+        values = logits_V[seen]
+        penalty = sampling.repetition_penalty
+        logits_V[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (sampling.frequency_penalty or sampling.presence_penalty) and one.output_ids:
+        ids, counts = np.unique(np.asarray(one.output_ids, np.int64), return_counts=True)
+        penalties = counts * sampling.frequency_penalty + sampling.presence_penalty
+        logits_V[torch.from_numpy(ids).to(logits_V.device)] -= torch.from_numpy(penalties).to(logits_V)
+    if len(one.output_ids) < sampling.min_tokens and sampling.stop_token_ids:
+        logits_V[torch.tensor(sampling.stop_token_ids, device=logits_V.device)] = -torch.inf
+
+
+def _is_cut(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+
+
+def _cut(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
+    """-inf where min_p, top_k or top_p leave a token out. top_p keeps the token that reaches it."""
+    device, n = logits_BV.device, logits_BV.shape[1]
+    min_p_B1 = torch.tensor([s.min_p for s in samplings], device=device)[:, None]
+    top_k_B1 = torch.tensor([s.top_k if s.top_k > 0 else n for s in samplings], device=device)[:, None]
+    top_p_B1 = torch.tensor([s.top_p for s in samplings], device=device)[:, None]
+    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+    likeliest_B1 = sorted_BV[:, :1]
+    sorted_BV = sorted_BV.masked_fill(sorted_BV < likeliest_B1 + min_p_B1.log(), -torch.inf)
+    sorted_BV = sorted_BV.masked_fill(torch.arange(n, device=device) >= top_k_B1, -torch.inf)
+    probabilities_BV = torch.softmax(sorted_BV, -1)
+    before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
+    sorted_BV = sorted_BV.masked_fill((before_BV >= top_p_B1) & (top_p_B1 < 1), -torch.inf)
+    return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

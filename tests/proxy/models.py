@@ -1,0 +1,24 @@
+"""Model folders for tests of engines: the tiny model, with a shorter context or other weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollbook.app.models import prepare_model
+
+
+def tiny_model(folder: Path, *, seed: int = 0, context: int = 256, scale: float = 8.0) -> Path:
+    """A copy of `tiny` whose weights were drawn from `seed`, sharper by `scale` so that tokens are not all alike."""
+    shutil.copytree(prepare_model("tiny", cache_dir=folder.parent / "cache"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": context}))
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: tensor if tensor.ndim == 1 else torch.empty(tensor.shape).normal_(0, 0.02 * scale, generator=generator)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
