@@ -2,67 +2,125 @@
 
 `Capture.stream` is the whole loop. What it keeps in memory of an open episode (`Episode`) is what the next request
 needs: which messages lead to which node, and each node's own tokens. All of it can be rebuilt from the book, so a
-restart in the middle of an episode is no more than `reopen`. Who waits for an answer, and whether two identical
-requests are one, is for the caller (`calls.py`) to say; HTTP and vendors' JSON are not known here.
+restart in the middle of an episode is no more than `reopen`. Who waits for an answer, and whether two requests that
+are there at once are one, is for the caller (`calls.py`) to say; HTTP and vendors' JSON are not known here.
 """
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
+import pyarrow as pa
 
 from rollbook.store.events import (
+    Edge,
     Event,
     Float32s,
     Int32s,
     InteractionFailed,
     InteractionRecorded,
     Messages,
+    decode_messages,
     encode_messages,
+    from_batch,
     new_id,
 )
 from rollbook.store.log import Log
+from rollbook.store.tree import DEFAULT_RULES, Match, Rules, TreeIndex
 
-from .engine import Engine, FinishReason, Generation, Sampled
-from .errors import ContextOverflow, EngineFailed, ProxyError
-from .request import Piece, Reply, Request
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, FinishReason, Generation, Sampled, Sampling, check_sampling
+from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, NotFound, ProxyError
+from .parsing import Cut, Parser, Reader
+from .render import History, Renderer, Turn, Ways, thoughts_in
+from .request import Message, Piece, Reply, Request, Tool, ToolCall
 from .tokenizer import Tokenizer
 
 _ID_PREFIX = {"chat": "chatcmpl", "responses": "resp", "messages": "msg", "completions": "cmpl"}
+_LONG = 20_000  # characters; a text above this is tokenised in a thread
+_SYSTEM = ("system", "developer")
+
+_PATHS_SIZE = 8 << 20  # bytes of whole paths that are kept for the next turn
+
+T = TypeVar("T")
+
+
+class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How prompts are made and replies read."""
+
+    model: str = "default"  # the name that replies carry where the client named none
+    history: History = "template"  # where the template rewrites history: follow it, or keep the tokens (`exact`)
+    tool_parser: str = "auto"  # how the model writes tool calls: hermes, json, none; auto: what its template shows
+    reasoning_parser: str = "auto"  # how it writes its thoughts: think, none; auto
+    template: dict[str, Any] = {}  # variables that the chat template gets with every request
+    rules: Rules = DEFAULT_RULES  # what is left out of a message's identity
+
+
+# ---------------------------------------------------------------- what is kept of an episode
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One interaction of an open episode: its own tokens and its parent. path: see store/events.py."""
+    """One interaction of an open episode: what it adds to its parent's path (store/events.py), and where it is."""
 
     interaction_id: str
     parent: "Node | None"
+    edge: Edge | None
     shared: int
-    prompt_ids: Int32s  # after the shared ones
-    output_ids: Int32s
+    own_ids: Int32s  # prompt after the shared tokens, then output
+    n_output: int
+    n_messages: int  # of its request
+    call_names: tuple[tuple[str, str], ...]  # (id, name) of the reply's tool calls
+    cut: Cut | None
+    ways: Ways  # how the template is used in its request and reply
+    thoughts: int  # of its request, see render.thoughts_in
+    n_replies: int  # assistant messages in its request
+    depth: int
+    tools: list[Tool]
+    root: "Node | None" = None  # None: itself
+    is_whole: bool = True  # its messages are its parent's and more; not after compaction or other tools
+    is_orphan: bool = False  # its answer was not finished, or its client left
+    is_trainable: bool = True
+    has_children: bool = False
+    is_replayed: bool = False
+    idempotency_key: str | None = None
+    place: tuple[str, int] | None = None  # writer and position in the log, once it is durable
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.shared + len(self.own_ids) - self.n_output
 
     def path(self) -> Int32s:
-        """Every token up to and with the output, int32 [T]; built when asked for."""
-        parts: list[Int32s] = []
-        node: Node | None = self
-        keep: int | None = None
-        while node is not None:
-            own = np.concatenate((node.prompt_ids, node.output_ids)) if len(node.output_ids) else node.prompt_ids
-            if keep is not None:
-                own = own[: max(0, keep - node.shared)]
-                keep = min(keep, node.shared)
-            else:
-                keep = node.shared
-            parts.append(own)
-            if keep == 0:
-                break
+        """Prompt and output, int32 [T]; put together from the parents'."""
+        parts: list[Int32s] = [self.own_ids]
+        node, wanted = self, self.shared
+        while wanted:
+            parent = node.parent
+            assert parent is not None
+            if wanted > parent.shared:
+                parts.append(parent.own_ids[: wanted - parent.shared])
+                wanted = parent.shared
+            node = parent
+        return np.concatenate(parts[::-1]) if len(parts) > 1 else self.own_ids
+
+    def above(self) -> list[tuple[int, int]]:
+        """(n_messages, n_prompt) of this node and of those above whose prompts begin its prompt, nearest first."""
+        found = [(self.n_messages, self.n_prompt)]
+        node, shared = self, self.shared
+        while node.is_whole and node.parent is not None:
             node = node.parent
-        return np.concatenate(parts[::-1])
+            if node.n_prompt <= shared:
+                found.append((node.n_messages, node.n_prompt))
+            shared = min(shared, node.shared)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -71,23 +129,56 @@ class Episode:
 
     episode_id: str
     run_id: str
+    tree: TreeIndex
     nodes: dict[str, Node] = field(default_factory=dict)
+    roots: list[tuple[Node, bool]] = field(default_factory=list)  # (node, whether it asked for a form of answer)
+    bodies: dict[str, list[Node]] = field(default_factory=dict)  # sha256 of a request -> its interactions
 
     @property
     def n_interactions(self) -> int:
-        """Answered calls, orphans included."""
+        """Answered calls, those included whose client left."""
         return len(self.nodes)
 
     @property
     def last_main(self) -> str | None:
-        """The interaction that a reward without an id belongs to: the last one of the main trajectory."""
-        return next(reversed(self.nodes), None)
+        """The interaction that a reward without an id belongs to: the last one of the main trajectory.
+
+        The main trajectory is in the first tree of the episode whose root has tools, else in the first whose root did
+        not ask for a form of answer (a side call does, for a title), else in the first. Orphans, and what was asked
+        with `store: false`, have no part in it.
+        """
+        with_tools = (root for root, has_form in self.roots if root.tools and not has_form)
+        without_form = (root for root, has_form in self.roots if not has_form)
+        main = next(with_tools, None) or next(without_form, None) or next((root for root, _ in self.roots), None)
+        for node in reversed(self.nodes.values()):
+            if node.is_trainable and (node.root or node) is main:
+                return node.interaction_id
+        return None
+
+    def put(self, node: Node, *, body: str | None, has_form: bool) -> None:
+        """Take a node in."""
+        self.nodes[node.interaction_id] = node
+        if node.parent is not None:
+            node.parent.has_children = True
+        elif node.is_trainable or node.is_orphan:
+            self.roots.append((node, has_form))
+        if body is not None:
+            self.bodies.setdefault(body, []).append(node)
 
 
-class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How prompts are made and replies read."""
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """Where a request stands, and what the engine gets."""
 
-    model: str = "default"  # the name that replies carry where the client named none
+    match: Match
+    ids: Int32s
+    shared: int
+    edge: Edge | None
+    cause: str | None
+    parent: Node | None
+
+
+# ---------------------------------------------------------------- the core
 
 
 class Capture:
@@ -106,27 +197,33 @@ class Capture:
         self._engine = engine
         self._tokenizer = tokenizer
         self._run_id = run_id
-        self._settings = settings or CaptureSettings()
+        self._settings = settings = settings or CaptureSettings()
+        self.renderer = Renderer(
+            tokenizer,
+            history=settings.history,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
+            variables=settings.template,
+        )
         self._max_context: int | None = None
+        self._paths: OrderedDict[Node, Int32s] = OrderedDict()  # whole paths of the newest nodes
+        self._paths_size = 0
 
     def open(self, episode_id: str, *, run_id: str | None = None) -> Episode:
         """Memory for a new episode, of the capture's run unless told; its EpisodeOpened is the caller's to append."""
-        return Episode(episode_id, run_id or self._run_id)
+        return Episode(episode_id, run_id or self._run_id, TreeIndex(self._settings.rules))
 
-    def reopen(self, episode_id: str, events: "list[Event]") -> Episode:
-        """The same for an episode that the book already knows: its events, oldest first."""
-        episode = Episode(episode_id, events[0].run_id if events else self._run_id)
-        for event in events:
-            fact = event.fact
-            if isinstance(fact, InteractionRecorded) and event.interaction_id is not None:
-                node = Node(
-                    event.interaction_id,
-                    episode.nodes.get(fact.parent_id or ""),
-                    fact.shared,
-                    _ints(event.prompt_ids),
-                    _ints(event.output_ids),
-                )
-                episode.nodes[node.interaction_id] = node
+    def reopen(self, episode_id: str, rows: pa.Table) -> Episode:
+        """The same for an episode that the book knows: its events as `Log.gather` gives them, oldest first. Blocks."""
+        found: list[tuple[Event, tuple[str, int]]] = []
+        for batch in rows.combine_chunks().to_batches():
+            places = zip(batch.column("writer").to_pylist(), batch.column("position").to_pylist(), strict=True)
+            found += zip(from_batch(batch), places, strict=True)
+        tree = TreeIndex.from_events((event for event, _ in found), self._settings.rules)
+        episode = Episode(episode_id, found[0][0].run_id if found else self._run_id, tree)
+        for event, place in found:
+            if isinstance(event.fact, InteractionRecorded):
+                self._remember(episode, event, event.fact, place)
         return episode
 
     async def stream(
@@ -136,124 +233,407 @@ class Capture:
 
         Yields a Piece with the interaction_id once the request is known to be good, then the answer as it is sampled,
         and last the Reply, when its event is durable. Closing or cancelling means that the client left: the engine is
-        aborted, and what was sampled is recorded as an orphan. delivered: asked then how many output tokens had
-        reached the client; None: those in pieces taken from here.
+        aborted, and what was sampled is recorded as an orphan, which a later try of the same request replaces.
+        delivered: asked then how many output tokens had reached the client; None: those in pieces taken from here.
+
+        A request that says it is a retry of one whose answer is in the book gets that answer, with its ids.
 
         Raises BadRequest and its kin before the first piece, EngineFailed and EngineUnavailable at any time,
         LogWriteFailed and LogClosed instead of the Reply; then nothing was answered.
         """
-        call = _Call(interaction_id=request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
+        known = self._answered(episode, request)
+        if known is not None:
+            async for item in self._replay(known, request):
+                yield item
+            return
+        call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
+        prompt: _Prompt | None = None
         try:
-            prompt_ids = await self._prompt(request)
-            yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt_ids))
-            room = self._max_context - len(prompt_ids) if self._max_context is not None else None
-            wanted = request.sampling.max_tokens
-            limit = room if wanted is None else wanted if room is None else min(wanted, room)
-            sampling = msgspec.structs.replace(
-                request.sampling,
-                max_tokens=limit,
-                stop_token_ids=(*request.sampling.stop_token_ids, *self._tokenizer.eos_ids),
-            )
-            generation = Generation(request_id=call.interaction_id, prompt_ids=prompt_ids, sampling=sampling)
-            async with aclosing(self._engine.generate(generation)) as pieces:  # type: ignore[type-var]
-                async for sampled in pieces:
-                    call.take(sampled)
-                    text = self._tokenizer.decode(sampled.ids, skip_special_tokens=True)
-                    call.text += text
-                    if len(sampled.ids):
-                        yield Piece(text=text, token_ids=sampled.ids.tolist(), logprobs=sampled.logprobs.tolist())
-                        call.n_delivered += len(sampled.ids)
+            prompt = await self._prompt(episode, request)
+            sampling = call.sampling = await self._sampling(request, len(prompt.ids))
+            yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
+            reader = call.reader = self._reader(request, prompt.ids, sampling)
+            generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
+            async with aclosing(self._engine.generate(generation)) as sampled:  # type: ignore[type-var]
+                async for some in sampled:
+                    for piece in call.take(some):
+                        call.n_given += len(piece.token_ids)  # none where nothing is streamed
+                        yield piece
+                    if reader.is_stopped:
+                        call.finish_reason = "stop"
+                        break
             if call.finish_reason is None:
                 raise EngineFailed("the engine's stream ended without a finish reason; ask again")
+            if call.finish_reason == "abort":
+                raise EngineUnavailable("the engine stopped before the answer was whole; ask again", retry_after_s=1)
+            for piece in reader.finish():
+                yield piece
         except ProxyError as error:
-            await self._record_failure(episode, request, error)
+            await self._record_failure(episode, request, error, call, prompt, delivered)
             raise
         except BaseException:
-            with anyio.CancelScope(shield=True):
-                if call.ids:
-                    call.finish_reason = "abort"
-                    reached = call.n_delivered if delivered is None else delivered()
-                    await self._record(episode, request, call, prompt_ids, sampling, delivered=reached)
+            if prompt is not None and call.n_output:
+                with anyio.CancelScope(shield=True):
+                    await self._record(episode, request, call, prompt, reached=call.reached(delivered))
             raise
-        await self._record(episode, request, call, prompt_ids, sampling)
-        yield Reply(
-            interaction_id=call.interaction_id,
-            content=call.text,
-            finish_reason=call.finish_reason,
-            prompt_tokens=len(prompt_ids),
-            output_ids=call.output_ids.tolist(),
-            logprobs=call.logprobs.tolist(),
-            prompt_ids=prompt_ids.tolist(),
-            created=int(call.started_at),
-            model=request.model,
-            version=call.version,
+        with anyio.CancelScope(shield=True):  # what is durable must be known here too
+            await self._record(episode, request, call, prompt)
+        yield call.reply(request, prompt, self._settings.model)
+
+    # ------------------------------------------------------------ the prompt
+
+    async def _prompt(self, episode: Episode, request: Request) -> _Prompt:
+        """Find the parent and make the prompt. Raises BadRequest, NotFound."""
+        messages, parent_id = request.messages, request.parent_id
+        if not messages and parent_id is None:
+            raise BadRequest("messages is empty; send at least one", param="messages")
+        variables = {k: v for k, v in request.template.items() if k in self._tokenizer.template_names}
+        if request.dialect == "completions":
+            raw = messages[0].get("content") or ""
+            match = episode.tree.resolve([{"role": "user", "content": raw if isinstance(raw, str) else str(raw)}])
+            match = msgspec.structs.replace(match, parent_id=None, n_matched=0, edge=None, kept=None)
+            ids = await _aside(len(raw), partial(self.renderer.raw, raw))
+            return _Prompt(match, ids, 0, None, None, None)
+        if parent_id is not None:
+            parent = episode.nodes.get(parent_id)
+            if parent is None:
+                raise NotFound(
+                    f"no interaction {parent_id!r} in this session; name one that it answered", param="parent"
+                )
+            if self._begins_anew(parent, request, episode):
+                told = await anyio.to_thread.run_sync(self._told, episode, parent)
+                led = bool(messages) and messages[0].get("role") in _SYSTEM
+                messages = [*messages[:1], *_without_system(told), *messages[1:]] if led else [*told, *messages]
+                parent_id = None
+        match = episode.tree.resolve(messages, request.tools, parent_id)
+        repeated = episode.nodes.get(match.repeats_id or "")
+        if repeated is not None and repeated.is_orphan and not repeated.has_children:
+            match = msgspec.structs.replace(match.as_retry(), kept=repeated.n_messages)
+            ids = self._path(repeated)[: repeated.n_prompt]
+            return _Prompt(match, ids, repeated.n_prompt, "retries", match.cause, repeated)
+        parent = episode.nodes[match.parent_id] if match.parent_id is not None else None
+        n_chars = _size(match.messages[match.n_matched :])
+        if parent is None:
+            root = partial(self.renderer.root, match.messages, request.tools, variables)
+            return _Prompt(match, await _aside(n_chars, root), 0, None, match.cause, None)
+        whole: Callable[[], list[Message]] = partial(list, match.messages)
+        if parent_id is not None and match.n_matched <= parent.n_messages:  # only what is new came
+            whole, n_chars = partial(self._whole, episode, parent, match), max(n_chars, _LONG)
+        child = partial(self.renderer.child, self._turn(episode, parent), match, whole, request.tools, variables)
+        rendered = await _aside(n_chars, child)
+        return _Prompt(match, rendered.ids, rendered.shared, rendered.edge, rendered.cause, parent)
+
+    def _begins_anew(self, parent: Node, request: Request, episode: Episode) -> bool:
+        """Whether a request that names its parent brings another system message or other tools."""
+        if request.tools != parent.tools:
+            return True
+        messages = request.messages
+        return (
+            bool(messages)
+            and messages[0].get("role") in _SYSTEM
+            and episode.tree.resolve(messages, request.tools, parent.interaction_id).n_matched == 0
         )
 
-    async def _prompt(self, request: Request) -> Int32s:
+    def _told(self, episode: Episode, node: Node) -> list[Message]:
+        """A node's whole conversation, its reply included, from the book. Blocks."""
+        chain: list[Node] = []
+        at: Node | None = node
+        while at is not None:
+            chain.append(at)
+            at = at.parent if at.is_whole or at.edge == "retries" else None
+        places = [n.place for n in reversed(chain)]
+        if None in places:
+            raise NotFound(f"interaction {node.interaction_id!r} is not recorded yet; ask again", param="parent")
+        rows = self._log.gather([place for place in places if place is not None])
+        told: list[Message] = []
+        for text in rows.column("messages").to_pylist():
+            said = decode_messages(text)
+            if said.kept is not None:
+                told = told[: said.kept]
+            elif said.resent is not None:
+                told[-1] = said.resent
+            told += [*said.request, said.reply]
+        return told
+
+    def _whole(self, episode: Episode, parent: Node, match: Match) -> list[Message]:
+        return [*self._told(episode, parent), *map(dict, match.messages[match.n_matched :])]
+
+    def _turn(self, episode: Episode, node: Node) -> Turn:
+        path = self._path(node)
+        n_prompt = node.n_prompt
+        return Turn(
+            prompt_ids=path[:n_prompt],
+            output_ids=path[n_prompt:],
+            n_messages=node.n_messages,
+            reply=partial(episode.tree.reply, node.interaction_id),
+            call_names=node.call_names,
+            cut=node.cut,
+            thoughts=node.thoughts,
+            ways=node.ways,
+            depth=node.depth,
+            above=node.above,
+        )
+
+    def _path(self, node: Node) -> Int32s:
+        """A node's path; the latest are kept whole, since the next turn asks for them."""
+        path = self._paths.pop(node, None)
+        if path is None:
+            return node.path()
+        self._paths_size -= path.nbytes
+        return path
+
+    def _keep_path(self, node: Node, path: Int32s) -> None:
+        self._paths[node] = path
+        self._paths_size += path.nbytes
+        while self._paths_size > _PATHS_SIZE:
+            self._paths_size -= self._paths.popitem(last=False)[1].nbytes
+
+    async def _sampling(self, request: Request, n_prompt: int) -> Sampling:
+        """What the engine is asked for: the client's wishes, within the context that is left."""
+        check_sampling(request.sampling)
         if self._max_context is None:
-            self._max_context = (await self._engine.health()).max_context
-        text = self._tokenizer.render(request.messages, request.tools, add_generation_prompt=True)
-        prompt_ids = self._tokenizer.encode(text)
-        if len(prompt_ids) >= self._max_context:
+            limits = ((await self._engine.health()).max_context, self._tokenizer.max_length)
+            self._max_context = min(limit for limit in limits if limit is not None)
+        most = self._max_context
+        if request.max_total_tokens is not None:
+            most = min(most, request.max_total_tokens)
+        room = most - n_prompt
+        if room < 1:
             raise ContextOverflow(
-                f"the prompt has {len(prompt_ids)} tokens, the model's context is {self._max_context} for prompt and "
-                "answer together; shorten the messages"
+                f"the prompt has {n_prompt} tokens and leaves no room for an answer: prompt and answer together may "
+                f"have {most}; shorten the messages",
+                param="messages",
             )
-        return prompt_ids
+        wanted = request.sampling.max_tokens
+        eos = [i for i in self._tokenizer.eos_ids if i not in request.sampling.stop_token_ids]
+        return msgspec.structs.replace(
+            request.sampling,
+            max_tokens=room if wanted is None else min(wanted, room),
+            stop_token_ids=(*request.sampling.stop_token_ids, *eos),
+        )
+
+    def _reader(self, request: Request, prompt_ids: Int32s, sampling: Sampling) -> Reader:
+        chain: list[Parser] = []
+        if request.dialect != "completions":
+            has_tools = bool(request.tools) and request.tool_choice != "none"
+            chain = self.renderer.parsers(prompt_ids, has_tools=has_tools)
+        return Reader(
+            self.renderer.vocabulary,
+            stop=request.stop,
+            stop_ids=sampling.stop_token_ids,
+            parsers=chain,
+            keep_tokens=request.is_stream,
+        )
+
+    # ------------------------------------------------------------ the book
 
     async def _record(
         self,
         episode: Episode,
         request: Request,
         call: "_Call",
-        prompt_ids: Int32s,
-        sampling: Any,
+        prompt: _Prompt,
         *,
-        delivered: int | None = None,
+        reached: int | None = None,
+        also: tuple[Event, ...] = (),
     ) -> None:
+        """Make the answer durable and known. reached: output tokens that the client got, where it did not get all."""
+        match, reply = prompt.match, call.message()
+        is_orphan = reached is not None
+        is_complete = call.n_claimed is None or call.n_claimed == call.n_output
+        reply_hash = episode.tree.add(call.interaction_id, match, reply)
+        said = Messages(
+            request=[*match.messages[match.n_matched :]],  # type: ignore[list-item]
+            reply=reply,
+            tools=request.tools if request.tools and (prompt.parent is None or match.kept == 0) else None,
+            resent=match.resent,
+            kept=match.kept,
+        )
+        fact = InteractionRecorded(
+            parent_id=match.parent_id,
+            edge=prompt.edge,
+            cause=prompt.cause,
+            shared=prompt.shared,
+            prompt_length=len(prompt.ids),
+            prefix_hash=match.prefix_hash,
+            reply_hash=reply_hash,
+            dialect=request.dialect,
+            model=request.model,
+            role=request.role,
+            sampling=_sampling_facts(call.sampling, request),
+            logprobs_mode=self._engine.logprobs_mode,
+            finish_reason="abort" if is_orphan else call.finish,
+            is_trainable=request.store and not is_orphan,
+            capture="complete" if is_complete else "incomplete",
+            delivered=reached,
+            request_sha256=request.body_sha256,
+            idempotency_key=request.idempotency_key,
+            seconds=call.seconds,
+            first_token_seconds=call.first_token_seconds,
+        )
         event = Event(
             run_id=episode.run_id,
             episode_id=episode.episode_id,
             interaction_id=call.interaction_id,
-            fact=InteractionRecorded(
-                prompt_length=len(prompt_ids),
-                dialect=request.dialect,
-                model=request.model,
-                role=request.role,
-                sampling=msgspec.to_builtins(sampling),
-                logprobs_mode=self._engine.logprobs_mode,
-                finish_reason=call.finish_reason,
-                is_trainable=request.store and delivered is None,
-                delivered=delivered,
-                request_sha256=request.body_sha256,
-                seconds=call.seconds,
-                first_token_seconds=call.first_token_seconds,
-            ),
-            messages=encode_messages(
-                Messages(
-                    request=request.messages,
-                    reply={"role": "assistant", "content": call.text},
-                    tools=request.tools or None,
-                )
-            ),
-            prompt_ids=prompt_ids,
+            fact=fact,
+            messages=encode_messages(said),
+            prompt_ids=prompt.ids[prompt.shared :],
             output_ids=call.output_ids,
             logprobs=call.logprobs,
             versions=call.versions,
         )
-        await self._log.append(event)
-        episode.nodes[call.interaction_id] = Node(call.interaction_id, None, 0, prompt_ids, call.output_ids)
+        cut = call.reader.cut if call.reader is not None else None
+        node = self._remember(episode, event, fact, None, said=said, cut=cut, tools=request.tools, told=match.messages)
+        self._keep_path(node, np.concatenate((prompt.ids, call.output_ids)))
+        positions = await self._log.append(event, *also)
+        if self._log.writer is not None:
+            node.place = (self._log.writer, positions[0])
 
-    async def _record_failure(self, episode: Episode, request: Request, error: ProxyError) -> None:
-        await self._log.append(
-            Event(
-                run_id=episode.run_id,
-                episode_id=episode.episode_id,
-                fact=InteractionFailed(
-                    error=type(error).__name__, message=error.message, status=error.status, dialect=request.dialect
-                ),
-            )
+    async def _record_failure(
+        self,
+        episode: Episode,
+        request: Request,
+        error: ProxyError,
+        call: "_Call",
+        prompt: _Prompt | None,
+        delivered: Callable[[], int] | None,
+    ) -> None:
+        """A failure is a fact; what had been sampled is kept, as an orphan."""
+        failed = Event(
+            run_id=episode.run_id,
+            episode_id=episode.episode_id,
+            fact=InteractionFailed(
+                error=type(error).__name__,
+                message=error.message,
+                status=error.status,
+                dialect=request.dialect,
+                parent_id=prompt.match.parent_id if prompt is not None else None,
+            ),
         )
+        with anyio.CancelScope(shield=True):
+            if prompt is not None and call.n_output:
+                reached = call.reached(delivered)
+                await self._record(episode, request, call, prompt, reached=reached, also=(failed,))
+            else:
+                await self._log.append(failed)
+
+    def _remember(
+        self,
+        episode: Episode,
+        event: Event,
+        fact: InteractionRecorded,
+        place: tuple[str, int] | None,
+        *,
+        said: Messages | None = None,
+        cut: Cut | None = None,
+        tools: list[Tool] | None = None,
+        told: Sequence[Mapping[str, Any]] = (),
+    ) -> Node:
+        """The node of an event, taken into the episode. The tree index has it already."""
+        output = EMPTY_IDS if event.output_ids is None else event.output_ids
+        delta = EMPTY_IDS if event.prompt_ids is None else event.prompt_ids
+        if said is None:  # from the book
+            said = decode_messages(event.messages or b"")
+            cut = self._cut_again(output, fact.sampling)
+        parent = episode.nodes.get(fact.parent_id or "")
+        is_retry = fact.edge == "retries"
+        if parent is not None and is_retry:
+            kept, ways, depth = parent.n_messages, parent.ways, parent.depth
+            thoughts, n_replies, tools = parent.thoughts, parent.n_replies, parent.tools
+        elif parent is not None and said.kept is None:
+            back = said.resent if said.resent is not None else episode.tree.reply(parent.interaction_id)
+            kept, depth = parent.n_messages + 1, parent.depth + 1
+            thoughts = parent.thoughts | thoughts_in([back]) << parent.n_replies
+            n_replies, tools, ways = parent.n_replies + 1, parent.tools, parent.ways
+        else:
+            kept, depth, thoughts, n_replies, ways = said.kept or 0, 1, 0, 0, None
+            tools = tools if tools is not None else said.tools or []
+        assert tools is not None
+        if said.request:
+            thoughts |= thoughts_in(said.request) << n_replies
+            n_replies += sum(m.get("role") == "assistant" for m in said.request)
+        n_messages = kept + len(said.request)
+        ways = self.renderer.ways((*said.request, said.reply), tools, None, ways)
+        if ways.has_reasoning and len(told) == n_messages:  # as it was told now, not as it once was
+            thoughts = thoughts_in(told)
+        node = Node(
+            interaction_id=event.interaction_id or "",
+            parent=parent,
+            edge=fact.edge,
+            shared=fact.shared,
+            own_ids=np.concatenate((delta, output)),
+            n_output=len(output),
+            n_messages=n_messages,
+            call_names=tuple((c["id"], c["function"]["name"]) for c in said.reply.get("tool_calls") or ()),
+            cut=cut,
+            ways=ways,
+            thoughts=thoughts,
+            n_replies=n_replies,
+            depth=depth,
+            tools=tools,
+            root=None if parent is None else parent.root or parent,
+            is_whole=parent is not None and (said.kept is None or is_retry),
+            is_orphan=fact.delivered is not None,
+            is_trainable=fact.is_trainable,
+            idempotency_key=fact.idempotency_key,
+            place=place,
+        )
+        episode.put(node, body=fact.request_sha256, has_form="response_format" in fact.sampling)
+        return node
+
+    def _cut_again(self, output: Int32s, sampling: dict[str, Any]) -> Cut | None:
+        """What a stop string left of an output that is read back from the book."""
+        if not (stop := sampling.get("stop")):
+            return None
+        reader = Reader(self.renderer.vocabulary, stop=stop, stop_ids=sampling.get("stop_token_ids", ()))
+        reader.push(output, EMPTY_LOGPROBS)
+        return reader.cut
+
+    # ------------------------------------------------------------ retries
+
+    def _answered(self, episode: Episode, request: Request) -> Node | None:
+        """The interaction that has answered this request already, where the client says that it is the same one."""
+        if request.body_sha256 is None or (request.idempotency_key is None and not request.is_retry):
+            return None
+        nodes = [n for n in episode.bodies.get(request.body_sha256, ()) if not n.is_orphan and n.place is not None]
+        if request.idempotency_key is not None:
+            nodes = [n for n in nodes if n.idempotency_key == request.idempotency_key]
+        else:
+            nodes = [n for n in nodes if not n.has_children]
+        return next((n for n in nodes if not n.is_replayed), nodes[-1] if nodes else None)
+
+    async def _replay(self, node: Node, request: Request) -> AsyncIterator[Piece | Reply]:
+        """An answer that is in the book, once more."""
+        node.is_replayed = True
+        assert node.place is not None
+        rows = await anyio.to_thread.run_sync(self._log.gather, [node.place])
+        [event] = from_batch(rows.combine_chunks().to_batches()[0])
+        fact, said = event.fact, decode_messages(event.messages or b"").reply
+        assert isinstance(fact, InteractionRecorded)
+        output = EMPTY_IDS if event.output_ids is None else event.output_ids
+        logprobs = EMPTY_LOGPROBS if event.logprobs is None else event.logprobs
+        calls = tuple(
+            ToolCall(id=c["id"], name=c["function"]["name"], arguments=c["function"]["arguments"])
+            for c in said.get("tool_calls") or ()
+        )
+        yield Piece(interaction_id=node.interaction_id, prompt_tokens=node.n_prompt)
+        reply = Reply(
+            interaction_id=node.interaction_id,
+            content=said.get("content"),
+            reasoning=said.get("reasoning_content"),
+            tool_calls=calls,
+            finish_reason=fact.finish_reason or "stop",
+            prompt_tokens=node.n_prompt,
+            output_ids=output.tolist(),
+            logprobs=logprobs.tolist(),
+            prompt_ids=self._path(node)[: node.n_prompt].tolist(),
+            created=event.recorded_at // 1_000_000,
+            model=fact.model,
+            version=int(event.versions[-1]) if event.versions is not None and len(event.versions) else 0,
+        )
+        for piece in _pieces_of(reply):
+            yield piece
+        yield reply
 
 
 @dataclass(slots=True, eq=False)
@@ -261,45 +641,141 @@ class _Call:
     """What has come from the engine so far."""
 
     interaction_id: str
+    sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
+    reader: Reader | None = None
     started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.perf_counter)
     ids: list[Int32s] = field(default_factory=list)
     lps: list[Float32s] = field(default_factory=list)
-    vers: list[Int32s] = field(default_factory=list)
-    version: int = 0
-    text: str = ""
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
+    n_output: int = 0
+    n_given: int = 0  # output tokens in pieces that were taken
+    n_claimed: int | None = None  # output tokens that the engine says it sampled
     finish_reason: FinishReason | None = None
-    n_delivered: int = 0
     first_token_seconds: float | None = None
     seconds: float = 0.0
 
-    def take(self, sampled: Sampled) -> None:
+    def take(self, sampled: Sampled) -> list[Piece]:
+        """Keep tokens and give what they say. Raises EngineFailed for ids without logprobs."""
+        ids, logprobs = sampled.ids, sampled.logprobs
         self.seconds = time.perf_counter() - self.started
-        if len(sampled.ids) != len(sampled.logprobs):
+        if len(ids) != len(logprobs):
             raise EngineFailed(
-                f"the engine sent {len(sampled.ids)} ids with {len(sampled.logprobs)} logprobs; each id needs one"
+                f"the engine sent {len(ids)} token ids with {len(logprobs)} logprobs; each id needs its own"
             )
-        if len(sampled.ids):
-            if self.first_token_seconds is None:
-                self.first_token_seconds = self.seconds
-            self.ids.append(sampled.ids)
-            self.lps.append(sampled.logprobs)
-            self.vers.append(np.full(len(sampled.ids), sampled.version, np.int32))
-        self.version = sampled.version
         self.finish_reason = sampled.finish_reason or self.finish_reason
+        if sampled.n_sampled is not None:
+            self.n_claimed = sampled.n_sampled
+        if not len(ids) or self.reader is None:
+            return []
+        if self.first_token_seconds is None:
+            self.first_token_seconds = self.seconds
+        before = self.reader.n_taken
+        pieces = self.reader.push(ids, logprobs)
+        n = self.reader.n_taken - before
+        self.ids.append(ids[:n])
+        self.lps.append(logprobs[:n])
+        self.spans.append((sampled.version, n))
+        self.n_output += n
+        if self.reader.is_stopped:
+            self.n_claimed = None  # we ended it
+        return pieces
+
+    def reached(self, delivered: Callable[[], int] | None) -> int:
+        """Output tokens that the client had got."""
+        return min(self.n_given if delivered is None else delivered(), self.n_output)
 
     @property
     def output_ids(self) -> Int32s:
-        return np.concatenate(self.ids) if self.ids else np.empty(0, np.int32)
+        return np.concatenate(self.ids) if self.ids else EMPTY_IDS
 
     @property
     def logprobs(self) -> Float32s:
-        return np.concatenate(self.lps) if self.lps else np.empty(0, np.float32)
+        return np.concatenate(self.lps) if self.lps else EMPTY_LOGPROBS
 
     @property
     def versions(self) -> Int32s:
-        return np.concatenate(self.vers) if self.vers else np.empty(0, np.int32)
+        versions, counts = zip(*self.spans, strict=True) if self.spans else ((), ())
+        return np.repeat(np.asarray(versions, np.int32), np.asarray(counts, np.int64))
+
+    @property
+    def finish(self) -> str:
+        has_calls = self.reader is not None and bool(self.reader.tool_calls)
+        return "tool_calls" if has_calls and self.finish_reason == "stop" else self.finish_reason or "stop"
+
+    def message(self) -> Message:
+        """The answer as an assistant message in chat-completions form."""
+        said: Message = {"role": "assistant", "content": None}
+        if self.reader is not None:
+            said["content"] = self.reader.content
+            if self.reader.reasoning is not None:
+                said["reasoning_content"] = self.reader.reasoning
+            if calls := self.reader.tool_calls:
+                said["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                    for c in calls
+                ]
+        return said
+
+    def reply(self, request: Request, prompt: _Prompt, model: str) -> Reply:
+        assert self.reader is not None
+        return Reply(
+            interaction_id=self.interaction_id,
+            content=self.reader.content,
+            reasoning=self.reader.reasoning,
+            tool_calls=self.reader.tool_calls,
+            finish_reason=self.finish,
+            prompt_tokens=len(prompt.ids),
+            output_ids=self.output_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            prompt_ids=prompt.ids.tolist(),
+            created=int(self.started_at),
+            model=request.model if request.model != "default" else model,
+            version=self.spans[-1][0] if self.spans else 0,
+        )
 
 
-def _ints(ids: Int32s | None) -> Int32s:
-    return np.empty(0, np.int32) if ids is None else ids
+def _pieces_of(reply: Reply) -> Iterator[Piece]:
+    """A finished answer as a stream would have given it, in as few pieces as can be."""
+    ids, logprobs = reply.output_ids, reply.logprobs
+    if reply.reasoning:
+        yield Piece(reasoning=reply.reasoning, token_ids=ids, logprobs=logprobs)
+        ids, logprobs = [], []
+    if reply.content:
+        yield Piece(text=reply.content, token_ids=ids, logprobs=logprobs)
+        ids, logprobs = [], []
+    for n, call in enumerate(reply.tool_calls):
+        yield Piece(tool_index=n, tool_id=call.id, tool_name=call.name, token_ids=ids, logprobs=logprobs)
+        yield Piece(tool_index=n, tool_arguments=call.arguments)
+        ids, logprobs = [], []
+    if ids:
+        yield Piece(token_ids=ids, logprobs=logprobs)
+
+
+def _sampling_facts(sampling: Sampling, request: Request) -> dict[str, Any]:
+    """What the tokens were drawn with; temperature, top_p and top_k always, since logprobs mean nothing without."""
+    facts: dict[str, Any] = msgspec.to_builtins(sampling)
+    facts |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    if request.stop:
+        facts["stop"] = list(request.stop)
+    if request.response_format is not None:
+        facts["response_format"] = request.response_format
+    return facts
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    return [m for m in messages if m.get("role") not in _SYSTEM]
+
+
+def _size(messages: "Sequence[Any]") -> int:
+    """About how many characters messages have, without looking closely."""
+    n = 0
+    for message in messages:
+        content = message.get("content")
+        n += len(content) if isinstance(content, str) else 256 * len(content or ())
+    return n
+
+
+async def _aside(n_chars: int, work: Callable[[], T]) -> T:
+    """Do long work in a thread, short work here."""
+    return work() if n_chars < _LONG else await anyio.to_thread.run_sync(work)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store import EpisodeClosed, EpisodeOpened, Event, Log, RewardGiven, new_id
-from rollbook.store.events import EpisodeState, decode_fact, from_batch
+from rollbook.store.events import EpisodeState, decode_fact
 
 from .bodies import SetReward, Started, StartSession
 from .capture import Capture, Episode
@@ -120,9 +120,7 @@ class Sessions:
         """What the capture knows of a session's conversations; read from the book where it must be (blocking then)."""
         if session.episode is None:
             if session.pointers:
-                rows = self._log.gather(session.pointers).combine_chunks().to_batches()
-                events = [event for batch in rows for event in from_batch(batch)]
-                session.episode = self._capture.reopen(session.episode_id, events)
+                session.episode = self._capture.reopen(session.episode_id, self._log.gather(session.pointers))
                 session.pointers = []
             else:
                 session.episode = self._capture.open(session.episode_id, run_id=session.run_id)

@@ -113,6 +113,7 @@ class InteractionRecorded(Fact, frozen=True, kw_only=True):
     capture: Literal["complete", "incomplete"] = "complete"
     delivered: int | None = None  # output tokens that reached the client, where it left early
     request_sha256: str | None = None  # of the body as it came
+    idempotency_key: str | None = None  # the client's name for the call: a retry by that name gets this answer
     seconds: float | None = None  # from request to last token
     first_token_seconds: float | None = None
 

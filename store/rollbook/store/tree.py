@@ -414,6 +414,11 @@ class TreeIndex:
             index._insert(event.interaction_id, fact.parent_id, state, said.reply)
         return index
 
+    def reply(self, interaction_id: str) -> dict[str, Any]:
+        """The assistant message that an interaction answered. Raises KeyError for one of another episode."""
+        said: dict[str, Any] = msgspec.json.decode(self._nodes[interaction_id].reply)
+        return said
+
     # ------------------------------------------------------------ the chain
 
     def _key_of(self, tools: Sequence[Tool]) -> bytes:

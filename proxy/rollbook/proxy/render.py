@@ -1,0 +1,575 @@
+"""From messages to a prompt's token ids, with the parent's tokens kept as they are.
+
+A child's prompt is the parent's path (its prompt and what was sampled) and then the ids of what the template writes
+after it: history is never tokenised again. Where the template itself writes history anew (it drops earlier reasoning,
+say), or the client did, the prompt follows, as it would in deployment; it shares the tokens that still hold, and says
+why. `history="exact"` keeps the parent's tokens instead.
+
+What the template writes after a reply is found by rendering a short stand-in for the history, so a turn costs what is
+new in it. That this is allowed is not believed but tried: once for each way in which a template is used (`Ways`), by
+rendering small conversations whole and by stand-in; and again at turns 2, 4, 8, ... on the conversation itself.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from rollbook.store.events import Edge, Int32s
+from rollbook.store.tree import Match, canonical_json, classify, text_of
+
+from .errors import BadRequest
+from .parsing import REASONING_PARSERS, TOOL_PARSERS, Cut, Parser, Vocabulary, read_text
+from .request import Message, Tool
+from .tokenizer import Tokenizer
+
+History = Literal["template", "exact"]
+
+_MARK = f"rb{os.urandom(8).hex()}"
+"""Stands for a reply while we look for what follows it. No message holds it: it is new in each process."""
+
+_SOME_TOOL: list[Tool] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "d"}}},
+        },
+    }
+]
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child's prompt needs to know of its parent.
+
+    prompt_ids and output_ids: int32, whole. n_messages: of its request. reply: as it was answered. call_names: of the
+    reply's tool calls, (id, name). cut: what a stop string left of the output. thoughts: see `thoughts_in`, of its
+    request. depth: interactions on the path, this one included. above: (n_messages, tokens of the prompt) of it and of
+    those above it whose prompts begin its prompt, nearest first.
+    """
+
+    prompt_ids: Int32s
+    output_ids: Int32s
+    n_messages: int
+    reply: Callable[[], Message]
+    call_names: tuple[tuple[str, str], ...]
+    cut: Cut | None
+    thoughts: int
+    ways: "Ways"
+    depth: int
+    above: Callable[[], list[tuple[int, int]]]
+
+
+class Ways(msgspec.Struct, frozen=True):
+    """How a template is used in a conversation. Whether deltas are exact is a question of each way."""
+
+    has_system: bool = False
+    has_tools: bool = False
+    has_calls: bool = False
+    has_reasoning: bool = False
+    variables: str = ""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """Whether a turn's prompt is its parent's tokens and something new, and if not, why, in words for people."""
+
+    is_exact: bool
+    reasons: tuple[str, ...] = ()
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A whole prompt, int32 [T], and how it hangs on the parent's path (store/events.py)."""
+
+    ids: Int32s
+    shared: int
+    edge: Edge | None
+    cause: str | None
+
+
+class _Tail(msgspec.Struct, frozen=True):
+    """What the template writes after a reply's own text: a gap (mostly none), the end of the turn, and the rest."""
+
+    gap: str
+    end: str
+    after: str
+
+
+class _Edits(msgspec.Struct, frozen=True):
+    """What the client changed in the history: the first message that differs, and why."""
+
+    first: int
+    cause: str
+
+
+class Renderer:
+    """One model's template and tokenizer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        history: History = "template",
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        variables: dict[str, Any] | None = None,
+    ) -> None:
+        """tool_parser, reasoning_parser: a name from parsing.py, `none`, or `auto`: what template and vocabulary show.
+        variables: given to the template with every request. Raises ValueError for a name that nobody knows."""
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer)
+        self.history: History = history
+        self._variables = variables or {}
+        shown = tokenizer.chat_template
+        if tool_parser == "auto":
+            tool_parser = "hermes" if "<tool_call>" in shown or "<tool_call>" in tokenizer.added else "json"
+        if reasoning_parser == "auto":
+            reasoning_parser = "think" if "<think>" in shown or "<think>" in tokenizer.added else "none"
+        self._new_tool_parser = _chosen("tool_parser", tool_parser, TOOL_PARSERS)
+        self._new_reasoning_parser = _chosen("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+        self._knows_developer = "developer" in shown
+        self._checks: dict[Ways, Check] = {}
+        self._end = ""  # the text that ends the model's turn, and its id
+        self._end_id = -1
+        self._find_end()
+
+    # ------------------------------------------------------------ prompts
+
+    def root(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), variables: dict[str, Any] | None = None
+    ) -> Int32s:
+        """The prompt of a conversation that continues nothing. Raises BadRequest with the template's words."""
+        return self.tokenizer.encode(self._write(self.plain(messages), tools, variables))
+
+    def raw(self, prompt: str | list[int]) -> Int32s:
+        """A prompt that is no conversation: text, with what the tokenizer puts at its ends, or ids."""
+        if isinstance(prompt, str):
+            return np.asarray(self.tokenizer.backend.encode(prompt).ids, np.int32)
+        return np.asarray(prompt, np.int32)
+
+    def child(
+        self,
+        parent: Turn,
+        match: Match,
+        messages: Callable[[], list[Message]],
+        tools: Sequence[Tool] = (),
+        variables: dict[str, Any] | None = None,
+    ) -> Rendered:
+        """The prompt of a request that hangs on `parent` by an edge `extends`, `rerendered` or `compacts`.
+
+        messages: the whole conversation as the client tells it, asked for only where the history has to be written
+        again; `match.messages[match.n_matched:]` are those after the parent's reply.
+        """
+        path = np.concatenate((parent.prompt_ids, parent.output_ids))
+        cause: str | None = None
+        if match.edge != "extends":
+            ids = self.root(messages(), tools, variables)
+        else:
+            edits = None if self.history == "exact" else self._edits(parent, match)
+            tail = self._tail(parent, match, messages, tools, variables) if edits is None else None
+            if tail is not None:
+                ids, cause = self._continue(parent, tail)
+            else:
+                ids, cause = self._follow(parent, edits, messages(), tools, variables)
+        placed = classify(match, path, ids)
+        return Rendered(
+            ids, placed.shared, placed.edge, placed.cause if placed.edge == "extends" else cause or placed.cause
+        )
+
+    def ways(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Sequence[Tool],
+        variables: dict[str, Any] | None,
+        before: Ways | None,
+    ) -> Ways:
+        """How the template is used once these messages have come. before: how it was used in what they continue."""
+        before = before or Ways(has_tools=bool(tools), variables=_spelled(variables))
+        system, calls, reasoning = before.has_system, before.has_calls, before.has_reasoning
+        for message in messages:
+            role = message.get("role")
+            system = system or role in _SYSTEM
+            calls = calls or bool(message.get("tool_calls"))
+            reasoning = reasoning or (role == "assistant" and _thinks(message))
+        return Ways(system, bool(tools), calls, reasoning, _spelled(variables))
+
+    def parsers(self, prompt_ids: Int32s, *, has_tools: bool) -> list[Parser]:
+        """Fresh parsers for one reply. The prompt's end shows whether the template has opened a thought."""
+        chain: list[Parser] = []
+        if self._new_reasoning_parser is not None:
+            end = self.tokenizer.decode(prompt_ids[-8:]).rstrip()
+            chain.append(self._new_reasoning_parser(is_open=end.endswith("<think>")))
+        if has_tools and self._new_tool_parser is not None:
+            chain.append(self._new_tool_parser())
+        return chain
+
+    def check(self, ways: Ways = Ways()) -> Check:  # noqa: B008 - frozen
+        """Are deltas exact where the template is used in this way? Tried once, then known."""
+        found = self._checks.get(ways)
+        if found is None:
+            found = self._checks[ways] = self._try(ways)
+        return found
+
+    # ------------------------------------------------------------ a turn
+
+    def _tail(
+        self,
+        parent: Turn,
+        match: Match,
+        messages: Callable[[], list[Message]],
+        tools: Sequence[Tool],
+        variables: dict[str, Any] | None,
+    ) -> _Tail | None:
+        """What follows the parent's reply, by stand-in; None where only the whole conversation can tell."""
+        new = match.messages[match.n_matched :]
+        ways = self.ways((), tools, variables, parent.ways)
+        if self.history == "template" and not self.check(ways).is_exact:
+            return None
+        tail = self._stand_in_tail(ways, parent.call_names, new, tools, variables)
+        depth = parent.depth
+        if self.history == "template" and tail is not None and depth > 1 and depth & (depth - 1) == 0:
+            told = self.plain(messages())
+            told[parent.n_messages] = self.plain([parent.reply()])[0]
+            whole, cause = self._compare(told, parent.n_messages, tools, variables)
+            if whole is None or (whole.end, whole.after) != (tail.end, tail.after):
+                self._checks[ways] = Check(False, (cause or "a long history is written otherwise than a short one",))
+                return None
+        return tail
+
+    def _continue(self, parent: Turn, tail: _Tail) -> tuple[Int32s, str | None]:
+        """The parent's tokens and what follows them, whether or not the reply ended as the template ends it."""
+        prompt, output = parent.prompt_ids, parent.output_ids
+        if parent.cut is not None and self.history == "template":
+            kept, rest = output[: parent.cut.n_tokens], parent.cut.text + tail.gap + tail.end + tail.after
+            return np.concatenate((prompt, kept, self._encode_after(rest))), "stop text removed"
+        last = int(output[-1]) if len(output) else -1
+        if last not in self.tokenizer.eos_ids:
+            return np.concatenate((prompt, output, self._encode_after(tail.gap + tail.end + tail.after))), None
+        if last == self._end_id or self.history == "exact":
+            return np.concatenate((prompt, output, self._encode_after(tail.after))), None
+        rest = tail.gap + tail.end + tail.after
+        return np.concatenate((prompt, output[:-1], self._encode_after(rest))), "end of turn replaced"
+
+    def _follow(
+        self,
+        parent: Turn,
+        edits: _Edits | None,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        variables: dict[str, Any] | None,
+    ) -> tuple[Int32s, str | None]:
+        """The prompt as it is written now, from the deepest turn of the parent's path that still begins it."""
+        told, at = self.plain(messages), parent.n_messages
+        cause: str | None
+        if edits is None:
+            told[at] = self.plain([parent.reply()])[0]  # says the same as what came back; the spelling is ours
+            tail, cause = self._compare(told, at, tools, variables)
+            if tail is not None:
+                return self._continue(parent, tail)
+        else:
+            cause = edits.cause
+        now = self._write(told, tools, variables)
+        for n_messages, n_prompt in parent.above():
+            if edits is not None and n_messages > edits.first:
+                continue
+            then = self._write(told[:n_messages], tools, variables)
+            if now.startswith(then):
+                rest = now[len(then) :]
+                if n_messages == at:
+                    return self._reply_anew(parent, rest), cause
+                return np.concatenate((parent.prompt_ids[:n_prompt], self._encode_after(rest))), cause
+        return self.tokenizer.encode(now), cause
+
+    def _reply_anew(self, parent: Turn, rest: str) -> Int32s:
+        """The parent's prompt, and the reply as it is written now: with sampled tokens where they spell its end."""
+        pieces, output = self.vocabulary.pieces, parent.output_ids.tolist()
+        end = rest.find(self._end) if self._end else -1
+        if pieces is not None and end >= 0 and output and output[-1] == self._end_id:
+            wanted = rest[: end + len(self._end)].encode("utf-8", "surrogatepass")
+            at, n = len(output), 0
+            while at and n < len(wanted):
+                at -= 1
+                n += len(pieces[output[at]])
+            if n == len(wanted) and b"".join(pieces[i] for i in output[at:]) == wanted:
+                after = self._encode_after(rest[end + len(self._end) :])
+                return np.concatenate((parent.prompt_ids, parent.output_ids[at:], after))
+        return np.concatenate((parent.prompt_ids, self._encode_after(rest)))
+
+    def _edits(self, parent: Turn, match: Match) -> _Edits | None:
+        """What the client left out of the history, or put into it, that changes what the model reads."""
+        told = match.messages
+        if match.n_matched > parent.n_messages and parent.thoughts != thoughts_in(told[: parent.n_messages]):
+            was, bit = parent.thoughts ^ thoughts_in(told[: parent.n_messages]), 0
+            for n, message in enumerate(told[: parent.n_messages]):
+                if message.get("role") == "assistant":
+                    if was >> bit & 1:
+                        return _Edits(n, "reasoning removed" if parent.thoughts >> bit & 1 else "reasoning added")
+                    bit += 1
+        if "reasoning" in match.rules:
+            gone = match.resent is not None and not _thinks(match.resent)
+            return _Edits(parent.n_messages, "reasoning removed" if gone else "reasoning changed")
+        if "text" in match.rules:
+            gone = match.resent is not None and not text_of(match.resent).strip()
+            return _Edits(parent.n_messages, "text removed" if gone else "history edited")
+        return None
+
+    # ------------------------------------------------------------ what the template writes
+
+    def plain(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+        """Messages as templates expect them: text as a string, arguments as objects, reasoning in one place."""
+        return [self._plain(message) for message in messages]
+
+    def _plain(self, message: Mapping[str, Any]) -> Message:
+        role = message.get("role")
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        content = message.get("content")
+        said: Message = {"role": role, "content": content if isinstance(content, str) else _text(content)}
+        if role == "assistant":
+            if calls := message.get("tool_calls"):
+                said["tool_calls"] = [_plain_call(call) for call in calls]
+            if reasoning := _reasoning(message):
+                said["reasoning_content"] = reasoning
+        for name in ("name", "tool_call_id"):
+            if message.get(name):
+                said[name] = message[name]
+        return said
+
+    def _write(self, told: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None) -> str:
+        return self.tokenizer.render(
+            told, list(tools), add_generation_prompt=True, **{**self._variables, **(variables or {})}
+        )
+
+    def _encode_after(self, text: str) -> Int32s:
+        """The ids of text that stands behind other tokens, not at the beginning."""
+        if not self._end:
+            return self.tokenizer.encode(text)
+        ids = self.tokenizer.encode(self._end + text)
+        return ids[int(np.argmax(ids == self._end_id)) + 1 :]
+
+    def _stand_in_tail(
+        self,
+        ways: Ways,
+        call_names: tuple[tuple[str, str], ...],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
+        variables: dict[str, Any] | None,
+    ) -> _Tail | None:
+        head = [{"role": "system", "content": "s"}] if ways.has_system else []
+        told = [*head, {"role": "user", "content": "u"}, _stand_in(call_names), *self.plain(new)]
+        return self._tail_in(self._write(told, _SOME_TOOL if tools else (), variables), has_calls=bool(call_names))
+
+    def _tail_in(self, text: str, *, has_calls: bool) -> _Tail | None:
+        """What follows the stand-in in a rendered conversation."""
+        at = text.rfind(_MARK)
+        if at < 0:
+            return None
+        rest = text[at + len(_MARK) :]
+        end = rest.find(self._end) if self._end else -1
+        if end < 0:
+            return None if has_calls else _Tail("", "", rest)
+        return _Tail("" if has_calls else rest[:end], self._end, rest[end + len(self._end) :])
+
+    def _compare(
+        self, told: list[Message], at: int, tools: Sequence[Tool], variables: dict[str, Any] | None
+    ) -> tuple[_Tail | None, str | None]:
+        """Does what was written before the reply `told[at]`, and the reply itself, still stand in the conversation?
+
+        Returns what follows the reply; or None and why not.
+        """
+        now, then = self._write(told, tools, variables), self._write(told[:at], tools, variables)
+        thoughts = [m["reasoning_content"] for m in told[: at + 1] if "reasoning_content" in m]
+        rewritten = "history rewritten by template"
+        if any(thought not in now for thought in thoughts):
+            rewritten = "reasoning removed by template"
+        if not now.startswith(then):
+            return None, rewritten
+        names = tuple((c.get("id", ""), c["function"]["name"]) for c in told[at].get("tool_calls") or ())
+        marked = self._write([*told[:at], _stand_in(names), *told[at + 1 :]], tools, variables)
+        tail = self._tail_in(marked, has_calls=bool(names))
+        if tail is None or not now.endswith(tail.end + tail.after):
+            return None, rewritten
+        written = now[len(then) : len(now) - len(tail.end + tail.after)]
+        chain: list[Parser] = []
+        if self._new_reasoning_parser is not None:
+            chain.append(self._new_reasoning_parser(is_open=then.rstrip().endswith("<think>")))
+        if self._new_tool_parser is not None:
+            chain.append(self._new_tool_parser())
+        content, reasoning, calls = read_text(written, chain)
+        reply = told[at]
+        if (reasoning or "").strip() != reply.get("reasoning_content", "").strip():
+            return None, rewritten
+        ours = [
+            (c["function"]["name"], canonical_json(c["function"]["arguments"])) for c in reply.get("tool_calls", ())
+        ]
+        if ours != [(call.name, canonical_json(call.arguments)) for call in calls]:
+            return None, "tool calls rewritten by template"
+        if (content or "").strip() != reply["content"].strip():
+            return None, rewritten
+        return tail, None
+
+    # ------------------------------------------------------------ trying the template
+
+    def _find_end(self) -> None:
+        told = [{"role": "user", "content": "u"}, _stand_in(()), {"role": "user", "content": "v"}]
+        try:
+            rest = self._write(told, (), None).partition(_MARK)[2]
+        except BadRequest:
+            return
+        found = [
+            (place, text, i)
+            for i in self.tokenizer.eos_ids
+            if (text := self.tokenizer.decode([i])) and (place := rest.find(text)) >= 0
+        ]
+        if found:
+            _, end, end_id = min(found)
+            if self.tokenizer.encode(end).tolist()[-1:] == [end_id]:
+                self._end, self._end_id = end, end_id
+
+    def _try(self, ways: Ways) -> Check:
+        variables = msgspec.json.decode(ways.variables) if ways.variables else None
+        tools = _SOME_TOOL if ways.has_tools else []
+        reasons: dict[str, None] = {}
+        n_tried = 0
+        for conversation in _conversations(ways):
+            told = self.plain(conversation)
+            turns = [n for n, m in enumerate(told) if m["role"] == "assistant"]
+            for at, until in zip(turns, [*turns[1:], len(told)], strict=True):
+                try:
+                    whole, cause = self._compare(told[:until], at, tools, variables)
+                    names = tuple((c["id"], c["function"]["name"]) for c in told[at].get("tool_calls", ()))
+                    short = self._stand_in_tail(ways, names, conversation[at + 1 : until], tools, variables)
+                except BadRequest as error:
+                    reasons[error.message] = None
+                    continue
+                n_tried += 1
+                if whole is None:
+                    reasons[cause or "history rewritten by template"] = None
+                elif short != whole:
+                    reasons["what is new is written otherwise after a longer history"] = None
+                elif not self._end:
+                    reasons["the template does not end the model's turns with an end-of-turn token"] = None
+        return Check(not reasons and n_tried > 0, tuple(reasons))
+
+
+# ---------------------------------------------------------------- messages
+
+_SYSTEM = frozenset({"system", "developer"})
+_NOT_TEXT = ("image", "audio", "video", "file", "document")
+
+
+def _text(content: Any) -> str:
+    if content is None:
+        return ""
+    for part in content if isinstance(content, list) else ():
+        kind = str(part.get("type") or "") if isinstance(part, dict) else ""
+        if any(word in kind for word in _NOT_TEXT):
+            raise BadRequest(f"a message has a part of type {kind!r}, but this model reads text only", param="messages")
+    return text_of({"content": content})
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """The thought that a message carries apart from its text."""
+    said = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(said, str):
+        return said
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return "".join(str(p.get("thinking") or "") for p in parts if isinstance(p, dict) and p.get("type") == "thinking")
+
+
+def _thinks(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return bool(_reasoning(message)) or (isinstance(content, str) and "</think>" in content)
+
+
+def thoughts_in(messages: Iterable[Mapping[str, Any]]) -> int:
+    """One bit for each assistant message, the first lowest: does it bring its reasoning?"""
+    bits, bit = 0, 1
+    for message in messages:
+        if message.get("role") == "assistant":
+            if _thinks(message):
+                bits |= bit
+            bit <<= 1
+    return bits
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            value = msgspec.json.decode(arguments or "{}")
+        except msgspec.DecodeError:
+            value = arguments
+        arguments = value if isinstance(value, dict) else arguments
+    return {
+        "id": call.get("id") or "",
+        "type": "function",
+        "function": {"name": function.get("name") or "", "arguments": {} if arguments is None else arguments},
+    }
+
+
+def _stand_in(call_names: tuple[tuple[str, str], ...]) -> Message:
+    said: Message = {"role": "assistant", "content": _MARK}
+    if call_names:
+        said["tool_calls"] = [
+            {"id": i, "type": "function", "function": {"name": name, "arguments": {_MARK: _MARK}}}
+            for i, name in call_names
+        ]
+    return said
+
+
+def _spelled(variables: dict[str, Any] | None) -> str:
+    return msgspec.json.encode(variables, order="sorted").decode() if variables else ""
+
+
+def _chosen(setting: str, name: str, known: dict[str, Any]) -> Any:
+    if name == "none":
+        return None
+    if name not in known:
+        raise ValueError(f"{setting} is {name!r}, but the ones there are: {', '.join(sorted(known))}, none, auto")
+    return known[name]
+
+
+def _call(n: int) -> dict[str, Any]:
+    return {"id": f"call0000{n}", "type": "function", "function": {"name": "f", "arguments": {"x": f"a{n}"}}}
+
+
+def _conversations(ways: Ways) -> list[list[Message]]:
+    """Small conversations that use a template in these ways."""
+
+    def reply(n: int, calls: Sequence[int] = ()) -> Message:
+        said: Message = {"role": "assistant", "content": "" if calls else f"reply {n}"}
+        if ways.has_reasoning:
+            said["reasoning_content"] = f"thought {n}"
+        if calls:
+            said["tool_calls"] = [_call(c) for c in calls]
+        return said
+
+    def user(n: int) -> Message:
+        return {"role": "user", "content": f"question {n}"}
+
+    def result(n: int) -> Message:
+        return {"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": f"result {n}"}
+
+    head: list[Message] = [{"role": "system", "content": "be good"}] if ways.has_system else []
+    talks = [[user(1), reply(1), user(2), reply(2), user(3), reply(3), user(4)]]
+    if ways.has_calls:
+        talks.append(
+            [
+                user(1),
+                reply(1, [1]),
+                result(1),
+                reply(2, [2, 3]),
+                result(2),
+                result(3),
+                reply(4),
+                user(5),
+                reply(5),
+                user(6),
+            ]
+        )
+    return [[*head, *talk] for talk in talks]
