@@ -1,7 +1,7 @@
 """Frames: how record batches lie in a segment file, and how a damaged one is told from a good one.
 
-A frame is a 64-byte header and one Arrow IPC record batch message, padded to 64 bytes so that mapped buffers stay
-aligned. The header's checksum covers the header, which holds the body's checksum; so a walk over headers alone is
+A frame is a 64-byte header and a body: one Arrow IPC record batch message, padded to 64 bytes so that mapped buffers
+stay aligned. The header's checksum covers the header, which holds the body's checksum; so a walk over headers alone is
 safe, and ids and positions of a frame are known without touching its body.
 
     magic 4s | header_crc u32 | body_crc u32 | length u32 | rows u32 | layout u32 | first u64 | lowest 16s | highest 16s
@@ -30,7 +30,7 @@ LAYOUTS = {1: SCHEMA}
 class Frame(NamedTuple):
     """A header, checked."""
 
-    length: int  # bytes of the body, without padding
+    length: int  # bytes of the body, padding included
     rows: int
     layout: int
     first: int  # position of the first event
@@ -41,16 +41,17 @@ class Frame(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes from this header to the next."""
-        return SIZE + self.length + -self.length % ALIGNMENT
+        return SIZE + self.length
 
 
 def encode(batch: pa.RecordBatch, first: int, lowest: bytes, highest: bytes) -> "list[bytes | memoryview]":
     """Buffers for one `writev`: header, body, padding."""
     body = batch.serialize()
-    size = body.size
-    fields = (zlib.crc32(body), size, batch.num_rows, LAYOUT, first, lowest, highest)
+    padding = bytes(-body.size % ALIGNMENT)
+    body_crc = zlib.crc32(padding, zlib.crc32(body))
+    fields = (body_crc, body.size + len(padding), batch.num_rows, LAYOUT, first, lowest, highest)
     crc = zlib.crc32(HEADER.pack(MAGIC, 0, *fields))
-    return [HEADER.pack(MAGIC, crc, *fields), memoryview(body), bytes(-size % ALIGNMENT)]
+    return [HEADER.pack(MAGIC, crc, *fields), memoryview(body), padding]
 
 
 def decode_header(data: bytes | memoryview) -> Frame | None:

@@ -233,6 +233,11 @@ class Sealed:
     def newest(self) -> bytes:
         return self._file().newest
 
+    @property
+    def content_crc(self) -> int:
+        """See `sealing.content_crc`: of all row groups in order, when they were written."""
+        return self._file().content_crc
+
     def _file(self) -> "_ParquetFile":
         stat = os.stat(self.path)
         return _open_parquet(str(self.path), stat.st_ino, stat.st_mtime_ns)
@@ -268,6 +273,7 @@ class _ParquetFile:
                 self._file = pq.ParquetFile(pa.BufferReader(file.read_buffer()), page_checksum_verification=True)
             footer = self._file.metadata
             notes = footer.metadata or {}
+            self.content_crc = int(notes[SEALED_CRC], 16)
             self.lowest, self.highest, self.newest = (bytes.fromhex(notes[k].decode()) for k in SEALED_IDS)
         except (pa.ArrowException, OSError, KeyError, ValueError) as error:
             if isinstance(error, FileNotFoundError):
@@ -297,6 +303,7 @@ class _ParquetFile:
 
 SEALED_IDS = (b"rollbook.lowest", b"rollbook.highest", b"rollbook.newest")
 """What a sealed file's footer says about the event ids in it, in hex; the last is of all earlier segments too."""
+SEALED_CRC = b"rollbook.content_crc"
 
 
 @functools.lru_cache(maxsize=64)

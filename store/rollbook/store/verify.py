@@ -22,7 +22,8 @@ from .directory import check_book
 from .errors import BadEvent, LogCorrupt
 from .events import InteractionRecorded, decode_fact
 from .frames import id_keys
-from .segments import Chain, Segment
+from .sealing import content_crc
+from .segments import Chain, Sealed, Segment
 
 _SHOWN = 20  # problems of one sort and writer; the rest is counted
 
@@ -100,7 +101,7 @@ def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
         about.n_segments += 1
         about.n_sealed += not isinstance(segment, Segment)
         about.size_bytes += os.stat(segment.path).st_size
-        expected = segment.first
+        expected, crc = segment.first, 0
         try:
             for k in range(len(segment)):
                 batch = segment.batch(k)
@@ -111,6 +112,10 @@ def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
                 report.problems += nodes.add(batch)
                 expected += batch.num_rows
                 about.n_events += batch.num_rows
+                if isinstance(segment, Sealed):
+                    crc = content_crc(pa.Table.from_batches([batch]), crc)
+            if isinstance(segment, Sealed) and crc != segment.content_crc:
+                report.problems.append(f"{segment.path}: does not say what was sealed; restore the file from a copy")
             if expected != segment.next:
                 report.problems.append(
                     f"{segment.path}: {expected - segment.first} events, expected {segment.next - segment.first}"
