@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner.tiny import make_rows, random_rows, tiny_model
 from torch import Tensor, nn
 
+from learner.tiny import make_rows, random_rows, tiny_model
 from rollbook.learner.backend.head import Distribution
 from rollbook.learner.backend.model import TreeModel
 from rollbook.learner.rows import Rows
@@ -85,7 +85,7 @@ def test_a_history_of_many_turns_is_linear_in_its_length() -> None:
     paths = []
     for turn in range(50):
         paths.append((list(history), [2, turn % 30]))
-        history = history + [2, turn % 30, 3]
+        history = [*history, 2, turn % 30, 3]
     assert build(make_rows(paths)).n_nodes == len(history) - 2
 
 

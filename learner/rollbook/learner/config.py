@@ -80,7 +80,7 @@ class ModelConfig(Settings):
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     disable_dropout: bool = True  # a learner that drops out disagrees with its own engine
     mb_spec: MicroBatchSpec = msgspec.field(default_factory=MicroBatchSpec)  # memory
-    backend: str = "single"  # single: one process; fsdp: all ranks of torchrun
+    backend: str = "single"  # single: one process
     device: str = "auto"  # auto: the GPU if there is one
     compile: bool = False  # torch.compile the decoder layers
 

@@ -26,11 +26,27 @@ class Rollouts(Protocol):
         version: int,
         weights: str,
     ) -> None:
-        """Start engine, proxy and agents; returns when the proxy answers. Finished groups of the run are not redone."""
+        """Start engine, proxy and agents; returns when the proxy answers. Finished groups of the run are not redone.
+
+        Groups that earlier batches rejected (`rejected` in their selection) count as rejected, not as accepted.
+        """
         ...
 
     def publish(self, path: str, version: int) -> None:
         """Engines answer with these weights when this returns; staleness lets more groups begin."""
+        ...
+
+    def reject(self, n_groups: int) -> None:
+        """So many finished groups teach nothing; others may begin in their place."""
+        ...
+
+    def evaluate(
+        self, tasks: Sequence[Mapping[str, Any]], workflow: Any, workflow_kwargs: Mapping[str, Any], *, epoch: int
+    ) -> None:
+        """Run `evaluator.n_samples` episodes of each task with `is_eval`; returns when they ended.
+
+        epoch: the policy's version; it makes the group ids, so an evaluation that a kill cut short goes on.
+        """
         ...
 
     def check(self) -> None:

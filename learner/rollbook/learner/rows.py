@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.integer[Any]]
-Floats = npt.NDArray[np.floating[Any]]
+Ints = npt.NDArray[Any]
+"""Of any integer type."""
+Floats = npt.NDArray[Any]
+"""Of any floating type."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ..config import ActorConfig
-from ..rows import Floats, Rows
+from rollbook.learner.config import ActorConfig
+from rollbook.learner.rows import Floats, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ class Tokens:
     advantages_E: "Tensor"
     row_E: "Tensor"  # 0..n_rows-1
     n_rows: int
-    weight_E: "Tensor"  # share of each entry in the batch's loss; they sum to 1 over the batch (token mean) or as loss_agg says
+    weight_E: "Tensor"  # share of each entry in the batch's loss, as loss_agg says
     mean_E: "Tensor"  # 1/N over the batch's trained entries, 0 elsewhere: for reports
 
 
@@ -35,6 +35,8 @@ class Algorithm(Protocol):
     """Made from the actor's settings; keeps no state between steps."""
 
     needs_critic: ClassVar[bool]
+    drop_all_equal: ClassVar[bool]  # groups whose rewards are all equal are rejected and drawn anew
+    loss_agg: ClassVar[str]  # the recipe's way to weigh tokens; see `parts.entry_weights`
 
     def advantages(self, rows: Rows) -> Floats:
         """R: what the batch records for each row, before anything that depends on the model."""
@@ -58,4 +60,5 @@ def find_algorithm(name: str, actor: ActorConfig) -> Algorithm:
         raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or module.Name of your own")
     path, _, attribute = name.rpartition(".")
     make: Any = getattr(importlib.import_module(path), attribute)
-    return make(actor)  # type: ignore[no-any-return]
+    mine: Algorithm = make(actor)
+    return mine

@@ -16,8 +16,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..config import ActorConfig, NormConfig
-from ..rows import Floats, Rows
+from rollbook.learner.config import ActorConfig, NormConfig
+from rollbook.learner.rows import Floats, Rows
+
 from . import Tokens
 from .parts import behaviour_weight, clipped_surrogate, normalise, normalise_advantages, shape_rewards, with_extras
 
@@ -26,6 +27,8 @@ class Algorithm:
     """See `algorithms.Algorithm`."""
 
     needs_critic: ClassVar[bool] = False
+    drop_all_equal: ClassVar[bool] = False
+    loss_agg: ClassVar[str] = "token_mean"
 
     def __init__(self, actor: ActorConfig) -> None:
         self.actor = actor

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import ActorConfig, NormConfig, RejectionConfig
-from ..rows import Floats, Ints, Rows
+from rollbook.learner.config import ActorConfig, NormConfig, RejectionConfig
+from rollbook.learner.rows import Floats, Ints, Rows
+
 from . import Tokens
 
 NO_SPREAD = 1e-8

@@ -1,11 +1,11 @@
-"""Who computes: the trainer backend's seam. `single` is one process; `fsdp` shards over the ranks of torchrun."""
+"""Who computes: the trainer backend's seam. `single` is one process."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..rows import Floats
-from ..trie import Trie
+from rollbook.learner.rows import Floats
+from rollbook.learner.trie import Trie
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class Backend(Protocol):
         ...
 
     def step(self) -> dict[str, float]:
-        """Clip, update, forget the gradient; returns `grad_norm` and `lr`. A gradient that is not finite changes nothing."""
+        """Clip, update, forget the gradient; returns `grad_norm`, `lr`. One that is not finite changes nothing."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -48,8 +48,4 @@ def make_backend(name: str, *args: Any, **kwargs: Any) -> Backend:
         from .single import SingleBackend
 
         return SingleBackend(*args, **kwargs)
-    if name == "fsdp":
-        from .fsdp import FsdpBackend
-
-        return FsdpBackend(*args, **kwargs)
-    raise ValueError(f"actor.backend is {name!r}; expected single or fsdp")
+    raise ValueError(f"actor.backend is {name!r}; expected single")

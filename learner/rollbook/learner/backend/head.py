@@ -44,7 +44,8 @@ def logprobs_and_entropies(
     With top_k or top_p the distribution is renormalised over the tokens that are kept; a token that was sampled is
     kept even where the two policies' rounding would put it outside.
     """
-    logprobs, entropies = _Head.apply(hidden_PH, weight_VH, bias_V, predictor_E, target_E, distribution)
+    apply: Any = _Head.apply
+    logprobs, entropies = apply(hidden_PH, weight_VH, bias_V, predictor_E, target_E, distribution)
     return logprobs, entropies
 
 

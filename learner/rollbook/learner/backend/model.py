@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
-from ..config import ModelConfig
-from ..trie import Trie, pack
+from rollbook.learner.config import ModelConfig
+from rollbook.learner.trie import Trie, pack
+
 from .head import Distribution, logprobs_and_entropies
 
 DTYPES = {
@@ -40,13 +42,14 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
     if attention == "auto":
         attention = "flex" if device.type == "cuda" else "sdpa"
     name = {"flex": "flex_attention"}.get(attention, attention)
+    logging.disable_progress_bar()  # ours has the terminal
     torch.manual_seed(seed)
+    auto: Any = AutoModelForCausalLM
+    model: Any
     if config.init_from_scratch:
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name
-        )
+        model = auto.from_config(AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name)
     else:
-        model = AutoModelForCausalLM.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
+        model = auto.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
     model.config.use_cache = False
     if config.disable_dropout:
         for module in model.modules():
@@ -59,7 +62,8 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
                     module.attention_dropout = 0.0
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(device)
+    moved: nn.Module = model.to(device)
+    return moved
 
 
 def model_distribution(model: nn.Module, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Distribution:
@@ -143,7 +147,8 @@ class TreeModel(nn.Module):
             position_ids=position_BL,
             use_cache=False,
         )
-        return output.last_hidden_state.flatten(0, 1)[torch.as_tensor(layout.place_P, device=device)]
+        hidden_NH: Tensor = output.last_hidden_state.flatten(0, 1)
+        return hidden_NH[torch.as_tensor(layout.place_P, device=device)]
 
 
 def _round_up(n: int, to: int) -> int:

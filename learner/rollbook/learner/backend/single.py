@@ -8,17 +8,20 @@ learner run the same bits.
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..config import ModelConfig, OptimizerConfig
-from ..rows import Floats
-from ..trie import Trie
-from . import Objective
+from rollbook.learner.config import ModelConfig, OptimizerConfig
+from rollbook.learner.rows import Floats, Ints
+from rollbook.learner.trie import Trie
+
 from .model import DTYPES, TreeModel, load_model, model_distribution, pick_device
+
+if TYPE_CHECKING:
+    from . import Objective
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -77,7 +80,7 @@ class SingleBackend:
                 master = parameter if is_wide else parameter.detach().clone()
                 self.masters[name] = master
                 if not is_wide:
-                    parameter.register_post_accumulate_grad_hook(_add_to(master))
+                    _on_gradient(parameter, _add_to(master))
             if not is_wide:
                 parameter.data = parameter.data.to(self.dtype)
 
@@ -97,7 +100,9 @@ class SingleBackend:
         return True
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
-        index, values, entropies = [np.empty(0, np.int64)], [np.empty(0)], [np.empty(0)]
+        index: list[Ints] = [np.empty(0, np.int64)]
+        values: list[Floats] = [np.empty(0)]
+        entropies: list[Floats] = [np.empty(0)]
         self.model.eval()
         with torch.no_grad():
             for trie in tries:
@@ -112,20 +117,21 @@ class SingleBackend:
             out[1, order] = np.concatenate(entropies)
         return out[0], out[1]
 
-    def forward_backward(self, tries: Iterable[Trie], objective: Objective) -> dict[str, float]:
+    def forward_backward(self, tries: Iterable[Trie], objective: "Objective") -> dict[str, float]:
         totals: dict[str, float] = {"loss": 0.0}
         self.model.train()
         for trie in tries:
             value_E, entropy_E = self.model(trie)
             loss, report = objective(trie, value_E, entropy_E)
-            loss.backward()
+            _backward(loss)
             totals["loss"] += float(loss.detach())
             for name, value in report.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
 
     def step(self) -> dict[str, float]:
-        assert self.optimizer is not None and self.optimizer_config is not None
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
         lr = learning_rate(self.optimizer_config, self.steps, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -177,6 +183,14 @@ class SingleBackend:
     def export(self, folder: Path) -> None:
         # The model's own writer knows which weights are tied and what its config needs.
         self.model.model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def _on_gradient(parameter: Any, hook: Any) -> None:
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
+def _backward(loss: Any) -> None:
+    loss.backward()
 
 
 def _add_to(master: Tensor) -> Any:

@@ -1,0 +1,268 @@
+"""From the book to batches: which groups are finished, which of them can be trained, what their rows are.
+
+A group is finished when each of its samples came to an end; it is usable when its rewards can teach something. Groups
+that a batch used or rejected are named in `BatchTaken.selection`, so a restart knows them. A batch is written down
+before it is trained, with the credit and advantage of each row: `rows_of` builds it again from that event alone.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from rollbook.store import BatchRow, BatchTaken, Event, new_id
+from rollbook.store.book import Book
+
+from .algorithms import Algorithm
+from .config import CreditConfig, TrainConfig
+from .errors import NothingToTrain
+from .rows import Floats, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The finished episodes of one task. This is what a `dynamic_filter_fn` gets."""
+
+    group_id: str
+    task_id: str
+    task: dict[str, Any] | None
+    episode_ids: list[str]
+    states: list[str]  # done, failed
+    rewards: list[float | None]  # None: not judged
+
+    @property
+    def known_rewards(self) -> list[float]:
+        return [reward for reward in self.rewards if reward is not None]
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """What one step trains."""
+
+    batch_id: str
+    step: int
+    rows: Rows
+    is_trained: bool = False  # the book says so already: a replay after a restart
+    discarded: dict[str, int] = field(default_factory=dict)
+
+
+def natural(name: str) -> tuple[Any, ...]:
+    """Sort key that puts .../2 before .../10."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
+
+
+def finished_groups(book: Book, run_id: str, *, n_samples: int, known: set[str]) -> list[Group]:
+    """Groups of the run whose samples all ended, without the known ones; those that finished first come first.
+
+    An episode that was lost or abandoned is drawn again and does not count; a second attempt stands for a failed one.
+    """
+    table = book.sql(
+        """
+        select group_id, any_value(task_id) as task_id, any_value(task) as task, max(closed_at) as finished_at,
+          list(episode_id order by episode_id) filter (where state in ('done', 'failed')) as episode_ids,
+          list(state order by episode_id) filter (where state in ('done', 'failed')) as states,
+          list(reward order by episode_id) filter (where state in ('done', 'failed')) as rewards
+        from episodes
+        where run_id = $run and group_id is not null and not coalesce(is_eval, false)
+        group by group_id
+        having count(*) filter (where state in ('done', 'failed'))
+             - count(*) filter (where attempt > 1 and state in ('open', 'done', 'failed')) >= $n
+          and count(*) filter (where state = 'open') = 0
+        order by finished_at, group_id
+        """,
+        {"run": run_id, "n": n_samples},
+    )
+    return [
+        Group(
+            group_id=row["group_id"],
+            task_id=row["task_id"],
+            task=json.loads(row["task"]) if row["task"] else None,
+            episode_ids=row["episode_ids"],
+            states=row["states"],
+            rewards=row["rewards"],
+        )
+        for row in table.to_pylist()
+        if row["group_id"] not in known
+    ]
+
+
+def reason_to_reject(
+    group: Group, *, drop_all_equal: bool, accept: Callable[[Group], bool] | None = None
+) -> str | None:
+    """Why a finished group teaches nothing, or None if it does."""
+    if "done" not in group.states:
+        return "failed"
+    if not group.known_rewards:
+        return "no_reward"
+    if drop_all_equal and max(group.known_rewards) - min(group.known_rewards) <= 1e-8:
+        return "zero_variance"
+    if accept is not None and not accept(group):
+        return "filtered"
+    return None
+
+
+def take(
+    book: Book,
+    config: TrainConfig,
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    rejected: Sequence[tuple[Group, str]],
+    *,
+    step: int,
+    version: int,
+) -> Batch:
+    """Make a batch of these groups and write it down. Durable when this returns."""
+    wanted = [
+        episode
+        for group in groups
+        for episode, reward in zip(group.episode_ids, group.rewards, strict=True)
+        if reward is not None
+    ]
+    unjudged = sum(reward is None for group in groups for reward in group.rewards)
+    discarded = Counter({"no_reward": unjudged} if unjudged else {})
+    for group, reason in rejected:
+        discarded[reason] += len(group.episode_ids)
+    rows = load_rows(book, episode_ids=wanted, credit=config.credit)
+    if len(rows):
+        rows = replace(rows, advantages=algorithm.advantages(rows))
+    batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded))
+    fact = BatchTaken(
+        batch_id=batch.batch_id,
+        step=step,
+        version=version,
+        rows=[
+            BatchRow(interaction_id=i, credit=float(c), advantage=float(a))
+            for i, c, a in zip(rows.interaction_ids, rows.credits, rows.advantages, strict=True)
+        ],
+        selection={
+            "groups": [group.group_id for group in groups],
+            "rejected": [group.group_id for group, _ in rejected],
+            "credit": {f: getattr(config.credit, f) for f in config.credit.__struct_fields__},
+            "algorithm": config.algorithm,
+        },
+        discarded=batch.discarded,
+    )
+    book.log.append_blocking(Event(run_id=config.run_id, fact=fact))
+    return batch
+
+
+def taken_batches(book: Book, run_id: str, *, from_step: int) -> list[Batch]:
+    """Batches of the run from a step on, as they were taken, in order."""
+    known = book.sql(
+        "select batch_id, step, trained_at is not null as is_trained from batches "
+        "where run_id = $run and step >= $step order by step, taken_at",
+        {"run": run_id, "step": from_step},
+    ).to_pylist()
+    return [
+        Batch(batch_id=b["batch_id"], step=b["step"], is_trained=b["is_trained"], rows=rows_of(book, b["batch_id"]))
+        for b in known
+    ]
+
+
+def rows_of(book: Book, batch_id: str) -> Rows:
+    """A taken batch again, byte for byte: tokens from the log, credits and advantages from its event."""
+    taken = book.sql(
+        "select interaction_id, credit, advantage from batch_rows where batch_id = $batch", {"batch": batch_id}
+    )
+    by_id = dict(
+        zip(
+            taken["interaction_id"].to_pylist(),
+            zip(taken["credit"].to_pylist(), taken["advantage"].to_pylist(), strict=True),
+            strict=True,
+        )
+    )
+    rows = load_rows(book, interaction_ids=list(by_id))
+    return replace(
+        rows,
+        credits=np.array([by_id[i][0] for i in rows.interaction_ids], np.float64),
+        advantages=np.array([by_id[i][1] for i in rows.interaction_ids], np.float64),
+    )
+
+
+def used_groups(book: Book, run_id: str) -> set[str]:
+    """Groups that batches of the run used or rejected."""
+    selections = book.sql("select selection from batches where run_id = $run", {"run": run_id})["selection"].to_pylist()
+    known: set[str] = set()
+    for selection in selections:
+        chosen = json.loads(selection) if selection else {}
+        known.update(chosen.get("groups", ()), chosen.get("rejected", ()))
+    return known
+
+
+def load_rows(
+    book: Book,
+    *,
+    episode_ids: Sequence[str] | None = None,
+    interaction_ids: Sequence[str] | None = None,
+    credit: CreditConfig | None = None,
+) -> Rows:
+    """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
+
+    An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, or its request
+    was sent again and went on from there. Credits are computed where a scheme is given.
+    """
+    by_episode = episode_ids is not None
+    wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
+    table = book.sql(
+        f"""
+        select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, i.finish_reason, e.reward
+        from interactions i join episodes e using (episode_id)
+        where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
+        {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
+        {"and not (i.is_leaf and i.is_retried)" if by_episode else ""}
+        """,
+        {"ids": list(wanted)},
+    )
+    facts = {row["interaction_id"]: row for row in table.to_pylist()}
+    ids = list(facts)
+    tokens = book.load(ids)
+    order = [facts[i] for i in tokens.row_ids]
+    credits = np.array([np.nan if row["reward"] is None else row["reward"] for row in order], np.float64)
+    if credit is not None and ids:
+        credits = _credits(book, tokens.row_ids, credit, credits)
+    mask = tokens.loss_mask
+    starts = tokens.cu_seqlens.astype(np.int64)
+    n_output = np.add.reduceat(mask.astype(np.int64), starts[:-1]) if len(ids) else np.empty(0, np.int64)
+    rows = Rows(
+        interaction_ids=list(tokens.row_ids),
+        episode_ids=[row["episode_id"] for row in order],
+        group_ids=[row["group_id"] for row in order],
+        ids=tokens.input_ids,
+        starts=starts,
+        n_prompt=np.diff(starts) - n_output,
+        logprobs=tokens.logprobs[mask].astype(np.float64),
+        versions=tokens.versions[mask],
+        credits=credits,
+        rewards=np.array([np.nan if row["reward"] is None else row["reward"] for row in order], np.float64),
+        is_cut=np.array([row["finish_reason"] == "length" for row in order], np.bool_),
+        advantages=np.zeros(len(ids)),
+    )
+    paths = [rows.path(r).astype(">u4").tobytes() for r in range(len(rows))]
+    keys = [(natural(rows.group_ids[r]), paths[r], rows.interaction_ids[r]) for r in range(len(rows))]
+    kept = [r for r in sorted(range(len(rows)), key=keys.__getitem__) if credit is None or np.isfinite(credits[r])]
+    return rows.take(np.array(kept, np.int64))
+
+
+def _credits(book: Book, interaction_ids: Sequence[str], credit: CreditConfig, rewards_R: Floats) -> Floats:
+    """R: what each interaction gets, NaN where nothing is known."""
+    spread: Any = getattr(book, "credits", None)
+    if spread is None:  # a store without credit schemes: every interaction gets its episode's reward
+        return rewards_R
+    table = spread(scheme=credit.scheme, gamma=credit.gamma, fork=credit.fork, reward=credit.reward)
+    by_id = dict(zip(table["interaction_id"].to_pylist(), table["credit"].to_pylist(), strict=True))
+    return np.array([np.nan if by_id.get(i) is None else by_id[i] for i in interaction_ids], np.float64)
+
+
+def refuse_unjudged(groups: Sequence[Group], config: TrainConfig) -> None:
+    """Raise NothingToTrain: a whole batch's worth of groups came to an end and none has a reward."""
+    states = Counter(state for group in groups for state in group.states)
+    said = ", ".join(f"{n} {state}" for state, n in states.items())
+    raise NothingToTrain(
+        f"{len(groups)} groups of run {config.run_id} ended ({said}) and none of "
+        "their episodes has a reward; return a number from the agent's run(), call set_reward, or give rewards "
+        "later and train again. Nothing was trained and nothing is lost"
+    )

@@ -1,0 +1,23 @@
+"""What can go wrong while learning, one tree.
+
+LearnerError
+├── NothingToTrain      no rewards, no rows or no groups where some must be
+├── PoliciesDisagree    engine and learner give the same tokens very different logprobs
+└── BadCheckpoint       a checkpoint that is of another model or run, or cannot be read
+"""
+
+
+class LearnerError(Exception):
+    """Root of what the learner raises on purpose."""
+
+
+class NothingToTrain(LearnerError):
+    """No rewards, no rows or no groups where some must be."""
+
+
+class PoliciesDisagree(LearnerError):
+    """Engine and learner give the same tokens very different logprobs: one of them is wrong."""
+
+
+class BadCheckpoint(LearnerError, ValueError):
+    """A checkpoint of another model or run, or one that cannot be read."""

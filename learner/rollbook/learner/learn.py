@@ -1,0 +1,197 @@
+"""One batch into the weights: reference, values, advantages, loss, optimiser steps.
+
+Shapes: R rows, E entries of the batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .algorithms import Algorithm, Tokens
+from .backend import Backend
+from .config import ActorConfig, MicroBatchSpec
+from .errors import PoliciesDisagree
+from .rows import Floats, Ints, Rows
+from .trie import Trie, micro_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a step did, and the learner's own view of the batch before it."""
+
+    metrics: dict[str, float]
+    logprobs: Floats  # E, of the weights before the step
+    entropies: Floats  # E
+
+
+def learn(
+    rows: Rows,
+    *,
+    actor: Backend,
+    algorithm: Algorithm,
+    config: ActorConfig,
+    version: int,
+    seed: int,
+    fixed_length: int | None = None,
+    reference: Backend | None = None,
+    critic: Backend | None = None,
+) -> Learned:
+    """Train a batch. `version` is that of the weights now; `seed` orders the minibatches.
+
+    Raises PoliciesDisagree before anything is changed where engine and learner are too far apart.
+    """
+    import torch
+
+    n_entries = len(rows.logprobs)
+    mask_E = trained_mask(rows, config, version)
+    ref_E = np.zeros(n_entries)
+    if reference is not None:
+        ref_E = reference.score(tries_of(rows, config.mb_spec))[0]
+    is_current = config.use_decoupled_loss and config.prox_logp_method == "recompute"
+    now_E, entropy_E = np.zeros(n_entries), np.zeros(n_entries)
+    parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
+    if len(parts) > 1:
+        now_E, entropy_E = actor.score(tries_of(rows, config.mb_spec))
+        check_gap(now_E, rows, mask_E, config, version)
+    metrics: dict[str, float] = {}
+    for part in parts:
+        part_mask_E = np.where(np.isin(rows.row_E, part), mask_E, 0.0)
+        weight_E = loss_weights(rows, part_mask_E, algorithm, config, fixed_length)
+        mean_E = part_mask_E / max(part_mask_E.sum(), 1.0)
+
+        def objective(
+            trie: Trie,
+            logprobs_E: "Tensor",
+            entropies_E: "Tensor",
+            weight_E: Floats = weight_E,
+            mean_E: Floats = mean_E,
+        ) -> "tuple[Tensor, Mapping[str, Tensor]]":
+            index = trie.entry_E
+
+            def of(values: Floats) -> "Tensor":
+                return torch.as_tensor(values[index], dtype=logprobs_E.dtype, device=logprobs_E.device)
+
+            old_E = of(rows.logprobs)
+            if len(parts) == 1:
+                now_E[index] = logprobs_E.detach().double().cpu().numpy()
+                entropy_E[index] = entropies_E.detach().double().cpu().numpy()
+            if not config.use_decoupled_loss:
+                prox_E = old_E
+            elif is_current:
+                prox_E = logprobs_E.detach() if len(parts) == 1 else of(now_E)
+            else:
+                prox_E = old_E + of(interpolation(rows.versions, version)) * (logprobs_E.detach() - old_E)
+            return algorithm.loss(
+                Tokens(
+                    logprobs_E=logprobs_E,
+                    entropies_E=entropies_E,
+                    old_E=old_E,
+                    prox_E=prox_E,
+                    ref_E=None if reference is None else of(ref_E),
+                    advantages_E=of(rows.advantages[rows.row_E]),
+                    row_E=torch.as_tensor(trie.row_E, device=logprobs_E.device),
+                    n_rows=len(trie.row_indices),
+                    weight_E=of(weight_E),
+                    mean_E=of(mean_E),
+                )
+            )
+
+        report = actor.forward_backward(tries_of(rows, config.mb_spec, part), objective)
+        if len(parts) == 1:
+            check_gap(now_E, rows, mask_E, config, version)
+        report |= actor.step()
+        for name, value in report.items():
+            metrics[name] = metrics.get(name, 0.0) + value / len(parts)
+    metrics |= gap(now_E, rows, mask_E, version)
+    metrics |= describe(rows, mask_E, version)
+    return Learned(metrics, now_E, entropy_E)
+
+
+def tries_of(rows: Rows, spec: MicroBatchSpec, part: Ints | None = None) -> list[Trie]:
+    """The micro-batches of a batch (or of some of its rows)."""
+    return list(micro_batches(rows, part, max_tokens=spec.max_tokens_per_mb, at_least=spec.n_mbs))
+
+
+def minibatches(rows: Rows, n: int, *, seed: int) -> list[Ints]:
+    """Row indices of each optimiser step: whole groups, dealt in an order that the seed decides."""
+    group_R = rows.group_R
+    groups = np.random.default_rng(seed).permutation(int(group_R.max()) + 1) if n > 1 else np.unique(group_R)
+    parts = [np.flatnonzero(np.isin(group_R, part)) for part in np.array_split(groups, min(n, len(groups)))]
+    return [part for part in parts if len(part)]
+
+
+def trained_mask(rows: Rows, config: ActorConfig, version: int) -> Floats:
+    """E: 1 where a token is trained. Staleness is judged per token, when the batch is taken."""
+    mask_E = np.ones(len(rows.logprobs))
+    if config.max_staleness is not None:
+        mask_E[version - rows.versions > config.max_staleness] = 0.0
+    if config.mask_no_eos:
+        mask_E[rows.is_cut[rows.row_E]] = 0.0
+    return mask_E
+
+
+def loss_weights(
+    rows: Rows, mask_E: Floats, algorithm: Algorithm, config: ActorConfig, fixed_length: int | None
+) -> Floats:
+    """E: see `parts.entry_weights`; the settings win over the recipe."""
+    from .algorithms.parts import entry_weights
+
+    loss_agg = config.loss_agg or algorithm.loss_agg
+    return entry_weights(rows, mask_E, loss_agg=loss_agg, fixed_length=config.fixed_length or fixed_length)
+
+
+def interpolation(versions_E: Ints, version: int) -> Floats:
+    """E: how far from behaviour to current weights the proximal policy is taken to lie, by version.
+
+    The step moves the weights from `version` to version + 1; a token of version v has gone (version - v) of the
+    (version + 1 - v) steps between. 0 for a token of the current version.
+    """
+    behind = np.maximum(version - versions_E, 0)
+    return behind / (behind + 1.0)
+
+
+def gap(now_E: Floats, rows: Rows, mask_E: Floats, version: int) -> dict[str, float]:
+    """Mean |learner - engine| in nats per token: over all tokens, and over those of the current version."""
+    difference_E = np.abs(now_E - rows.logprobs)
+    fresh_E = mask_E * (rows.versions == version)
+    out = {"gap": float((difference_E * mask_E).sum() / max(mask_E.sum(), 1.0))}
+    if fresh_E.sum():
+        out["gap_fresh"] = float((difference_E * fresh_E).sum() / fresh_E.sum())
+    return out
+
+
+def check_gap(now_E: Floats, rows: Rows, mask_E: Floats, config: ActorConfig, version: int) -> None:
+    """Raise PoliciesDisagree where tokens of the same weights get very different logprobs."""
+    fresh = gap(now_E, rows, mask_E, version).get("gap_fresh", 0.0)
+    if not fresh <= config.logprob_gap_stop:
+        raise PoliciesDisagree(
+            f"engine and learner differ by {fresh:.2f} nats per token on tokens of one version ({version}), more than "
+            f"actor.logprob_gap_stop = {config.logprob_gap_stop}. Check that the engine loaded these weights, that "
+            "actor.temperature is the sampling temperature, and that its logprobs are of the processed distribution"
+        )
+
+
+def describe(rows: Rows, mask_E: Floats, version: int) -> dict[str, float]:
+    """Facts about the batch that every algorithm reports."""
+    _, first = np.unique(rows.episode_R, return_index=True)
+    staleness_E = version - rows.versions
+    n = max(mask_E.sum(), 1.0)
+    return {
+        "reward": float(rows.rewards[first].mean()),
+        "reward_std": float(rows.rewards[first].std()),
+        "advantage_abs": float(np.abs(rows.advantages).mean()),
+        "n_rows": float(len(rows)),
+        "n_episodes": float(len(first)),
+        "n_groups": float(len(np.unique(rows.group_R))),
+        "n_tokens": float(np.diff(rows.starts).sum()),
+        "n_trained_tokens": float(mask_E.sum()),
+        "output_length": float(rows.n_output.mean()),
+        "cut": float(rows.is_cut.mean()),
+        "staleness": float((staleness_E * mask_E).sum() / n),
+        "staleness_max": float(staleness_E.max(initial=0)),
+    }

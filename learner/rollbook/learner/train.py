@@ -1,0 +1,315 @@
+"""A training run, top to bottom. Every name used here is a sentence of its own in `Run`.
+
+What a kill leaves, and how the same command goes on, is in docs/architecture.md: a batch is an event before it is
+trained, a checkpoint is a folder that appears whole, and whatever lies between the two is trained again from the book.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollbook.store import BatchTrained, Event, PolicyPublished, RunStarted, TokensScored
+from rollbook.store.book import Book
+
+from . import batches, checkpoint, publish
+from .algorithms import Algorithm
+from .backend import Backend
+from .batches import Batch, Group
+from .config import FrequencyConfig, TrainConfig
+from .learn import Learned, learn
+from .metrics import Report
+from .rollouts import Rollouts
+
+
+def train(run: "Run") -> None:
+    """Train until the steps or the tasks are over."""
+    run.start()
+    for batch in run.batches():
+        learned = run.learn(batch)
+        run.keep(batch, learned)
+        run.publish(batch, learned)
+        run.evaluate_if_due(batch.step)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run is made of. `step` counts trained batches; the policy's version is the same number."""
+
+    config: TrainConfig
+    book: Book
+    rollouts: Rollouts | None
+    algorithm: Algorithm
+    actor: Backend
+    reference: Backend | None = None
+    critic: Backend | None = None
+    report: Report
+    tasks: Sequence[Mapping[str, Any]]
+    valid_tasks: Sequence[Mapping[str, Any]] = ()
+    workflow: Any = None
+    workflow_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    eval_workflow: Any = None
+    eval_workflow_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    accept: Callable[[Group], bool] | None = None
+    total_steps: int
+    total_groups: int  # that the rollouts will ever finish
+    step: int = 0
+    used: set[str] = field(default_factory=set)  # groups that batches used or rejected
+    _due: dict[str, float] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ where we are
+
+    @property
+    def policies(self) -> Path:
+        return Path(self.config.book_path).resolve() / "policies" / self.config.run_id.replace("/", "-")
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.config.run_path) / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the current version; version 0 is the model itself."""
+        return self.policies / f"v{self.step}" if self.step else Path(self.config.actor.path)
+
+    def start(self) -> None:
+        """Say that the run begins, go to where an earlier process of it was, and let episodes come."""
+        plain = msgspec.to_builtins(self.config)
+        self.append(RunStarted(name=self.config.run_id, config=plain))
+        self.book.catch_up()
+        published = self.book.sql(
+            "select max(version) as v from policies where run_id = $run", {"run": self.config.run_id}
+        )["v"].to_pylist()[0]
+        if published is None:
+            self.append(PolicyPublished(version=0, path=str(self.weights)))
+        self.used = batches.used_groups(self.book, self.config.run_id)
+        self.load_checkpoint()
+        for batch in batches.taken_batches(self.book, self.config.run_id, from_step=self.step):
+            self.report.waiting(f"training batch {batch.step + 1} again from the book")
+            learned = self.learn(batch)
+            self.keep(batch, learned)
+            self.publish(batch, learned)
+        if self.rollouts is not None:
+            self.rollouts.start(
+                self.config,
+                book_path=self.config.book_path,
+                run_id=self.config.run_id,
+                tasks=self.tasks,
+                workflow=self.workflow,
+                workflow_kwargs=self.workflow_kwargs,
+                version=self.step,
+                weights=str(self.weights),
+            )
+
+    def load_checkpoint(self) -> None:
+        """The newest one, if the run keeps any; and finish what a kill cut off between it and its events."""
+        if self.config.recover.mode in ("off", "disabled"):
+            return
+        folder = checkpoint.newest_checkpoint(self.checkpoints)
+        if folder is None:
+            return
+        meta = checkpoint.read_checkpoint(folder, run_id=self.config.run_id, actor=self.actor, critic=self.critic)
+        self.step = meta.step
+        for batch in batches.taken_batches(self.book, self.config.run_id, from_step=self.step - 1):
+            if batch.step == self.step - 1:
+                self.announce(batch, meta.metrics)
+
+    # ------------------------------------------------------------ the loop's sentences
+
+    def batches(self) -> Iterator[Batch]:
+        """The next batch as soon as enough groups are finished, each written down before it is handed out."""
+        while self.step < self.total_steps:
+            began = time.monotonic()
+            usable, rejected = self.wait_for_groups()
+            if not usable:
+                return
+            batch = batches.take(
+                self.book,
+                self.config,
+                self.algorithm,
+                sorted(usable, key=lambda group: batches.natural(group.group_id)),
+                rejected,
+                step=self.step,
+                version=self.step,
+            )
+            self.used.update(group.group_id for group in usable)
+            self.used.update(group.group_id for group, _ in rejected)
+            self._due["waited"] = time.monotonic() - began
+            yield batch
+
+    def wait_for_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
+        """The oldest finished groups that teach something, as many as a step consumes, and those rejected meanwhile."""
+        wanted = self.config.groups_per_step
+        usable: list[Group] = []
+        rejected: list[tuple[Group, str]] = []
+        seen = set(self.used)
+        pause = 0.005
+        while True:
+            if self.book.catch_up() or not seen - self.used:
+                for group in batches.finished_groups(
+                    self.book, self.config.run_id, n_samples=self.config.gconfig.n_samples, known=seen
+                ):
+                    if len(usable) == wanted:
+                        break
+                    seen.add(group.group_id)
+                    reason = batches.reason_to_reject(group, drop_all_equal=self.drop_all_equal, accept=self.accept)
+                    if reason is None:
+                        usable.append(group)
+                        continue
+                    rejected.append((group, reason))
+                    if reason != "failed" and self.rollouts is not None:  # those were never counted as accepted
+                        self.rollouts.reject(1)
+                pause = 0.005
+            unjudged = [group for group, reason in rejected if reason == "no_reward"]
+            if not usable and len(unjudged) >= max(wanted, 4):
+                batches.refuse_unjudged(unjudged, self.config)
+            is_over = len(seen) >= self.total_groups
+            if len(usable) == wanted or is_over:
+                if is_over and not usable and unjudged:
+                    batches.refuse_unjudged(unjudged, self.config)
+                return usable, rejected
+            if self.rollouts is not None:
+                self.rollouts.check()
+            self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step + 1}")
+            time.sleep(pause)
+            pause = min(0.1, 2 * pause)
+
+    @property
+    def drop_all_equal(self) -> bool:
+        setting = self.config.actor.dynamic_sampling
+        return self.algorithm.drop_all_equal if setting is None else setting
+
+    def learn(self, batch: Batch) -> Learned:
+        """One batch into the weights. A batch without rows changes nothing but the version."""
+        began = time.monotonic()
+        if not len(batch.rows):
+            return Learned({}, batch.rows.logprobs, batch.rows.logprobs)
+        learned = learn(
+            batch.rows,
+            actor=self.actor,
+            algorithm=self.algorithm,
+            config=self.config.actor,
+            version=batch.step,
+            seed=self.config.seed + batch.step,
+            fixed_length=self.config.gconfig.max_new_tokens,
+            reference=self.reference,
+            critic=self.critic,
+        )
+        learned.metrics["train_s"] = time.monotonic() - began
+        learned.metrics["tokens_per_s"] = learned.metrics["n_tokens"] / learned.metrics["train_s"]
+        if learned.metrics.get("gap_fresh", 0.0) > self.config.actor.logprob_gap_warn:
+            self.report.say(
+                f"engine and learner differ by {learned.metrics['gap_fresh']:.3f} nats per token on fresh tokens "
+                f"(actor.logprob_gap_warn is {self.config.actor.logprob_gap_warn})"
+            )
+        return learned
+
+    def keep(self, batch: Batch, learned: Learned) -> None:
+        """A checkpoint, if one is due."""
+        self.step = batch.step + 1
+        recover = self.config.recover
+        if recover.mode not in ("off", "disabled") and self.is_due("recover", recover, self.step):
+            checkpoint.write_checkpoint(
+                self.checkpoints,
+                checkpoint.Meta(run_id=self.config.run_id, step=self.step, metrics=learned.metrics),
+                actor=self.actor,
+                critic=self.critic,
+                keep=recover.keep,
+            )
+
+    def publish(self, batch: Batch, learned: Learned) -> None:
+        """Weights, then the facts in one append, then the engines."""
+        metrics = {
+            **learned.metrics,
+            "version": float(self.step),
+            "waited_s": self._due.pop("waited", 0.0),
+            **{f"discarded_{reason}": float(n) for reason, n in batch.discarded.items()},
+        }
+        self.announce(batch, metrics, learned)
+        if self.rollouts is not None and not batch.is_trained:
+            self.rollouts.publish(str(self.weights), self.step)
+        self.report.step(batch.step, metrics)
+
+    def announce(self, batch: Batch, metrics: Mapping[str, float], learned: Learned | None = None) -> None:
+        """Make the weights visible and say so in the book. Again, after a kill: only what is missing."""
+        if not self.weights.is_dir():
+            tokenizer = Path(self.config.tokenizer_path or self.config.actor.path)
+            publish.write_policy(self.actor, self.weights, tokenizer=tokenizer)
+        if not batch.is_trained:
+            self.append(
+                *(self.scores(batch, learned) if learned is not None and self.config.write_scores else ()),
+                BatchTrained(batch_id=batch.batch_id, step=batch.step, metrics=dict(metrics)),
+                PolicyPublished(version=self.step, path=str(self.weights), step=self.step),
+            )
+        publish.forget_old_policies(
+            self.policies, keep=max(2, self.config.rollout.max_head_offpolicyness + 2), also=frozenset({self.weights})
+        )
+
+    def scores(self, batch: Batch, learned: Learned) -> list[Event]:
+        """What the learner's weights, before the step, thought of each token."""
+        rows, out = batch.rows, batch.rows.output_starts
+        return [
+            Event(
+                run_id=self.config.run_id,
+                episode_id=rows.episode_ids[r],
+                interaction_id=rows.interaction_ids[r],
+                fact=TokensScored(version=batch.step, batch_id=batch.batch_id),
+                logprobs=learned.logprobs[out[r] : out[r + 1]].astype("float32"),
+                entropies=learned.entropies[out[r] : out[r + 1]].astype("float32"),
+            )
+            for r in range(len(rows))
+        ]
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Episodes on the validation tasks, by the schedule, into the same book; the best version is kept."""
+        if (
+            self.rollouts is None
+            or not self.valid_tasks
+            or not self.is_due("evaluator", self.config.evaluator, step + 1)
+        ):
+            return
+        self.report.waiting(f"evaluating version {self.step}")
+        self.rollouts.evaluate(
+            self.valid_tasks, self.eval_workflow or self.workflow, self.eval_workflow_kwargs, epoch=self.step
+        )
+        self.book.catch_up()
+        found = self.book.sql(
+            "select avg(reward) as reward, count(reward) as n from episodes "
+            "where run_id = $run and is_eval and version = $version",
+            {"run": self.config.run_id, "version": self.step},
+        ).to_pylist()[0]
+        if not found["n"]:
+            self.report.say(f"the evaluation of version {self.step} gave no reward")
+            return
+        self.report.say(f"version {self.step}: evaluation reward {found['reward']:.3f} over {found['n']} episodes")
+        best = Path(self.config.run_path) / "best"
+        said = best / "evaluation.json"
+        if not said.is_file() or json.loads(said.read_text())["reward"] < found["reward"]:
+            publish.write_policy(self.actor, best, tokenizer=Path(self.config.tokenizer_path or self.config.actor.path))
+            said.write_text(json.dumps({"version": self.step, **found}))
+
+    # ------------------------------------------------------------ small things
+
+    def is_due(self, what: str, frequency: FrequencyConfig, step: int) -> bool:
+        """Whether something with this frequency is due after `step` trained steps."""
+        now = time.monotonic()
+        last = self._due.setdefault(what, now)
+        steps_per_epoch = max(1, len(self.tasks) // self.config.groups_per_step)
+        is_due = (
+            (bool(frequency.freq_steps) and step % (frequency.freq_steps or 1) == 0)
+            or (bool(frequency.freq_epochs) and step % ((frequency.freq_epochs or 1) * steps_per_epoch) == 0)
+            or (frequency.freq_secs is not None and now - last >= frequency.freq_secs)
+        )
+        if is_due:
+            self._due[what] = now
+        return is_due
+
+    def append(self, *facts: Any) -> None:
+        """Facts (or whole events) about this run, durable when this returns."""
+        self.book.log.append_blocking(
+            *(fact if isinstance(fact, Event) else Event(run_id=self.config.run_id, fact=fact) for fact in facts)
+        )

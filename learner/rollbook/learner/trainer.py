@@ -1,0 +1,142 @@
+"""`PPOTrainer`: a training run as a context manager, with the names that AReaL's users know."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from rollbook.store.book import Book, open_book
+
+from .algorithms import find_algorithm
+from .backend import Backend, make_backend
+from .batches import Group
+from .config import ModelConfig, OptimizerConfig, TrainConfig
+from .metrics import Report
+from .rollouts import Rollouts, find_rollouts
+from .train import Run, train
+
+Tasks = Sequence[Mapping[str, Any]]
+
+
+class PPOTrainer:
+    """Trains whatever `config.algorithm` says (the name is AReaL's).
+
+    with PPOTrainer(config, train_dataset=rows) as trainer:
+        trainer.train(workflow="my_agent.MathAgent")
+
+    rollouts: who runs engine and agents; by default what `scheduler.type` names.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        train_dataset: Tasks | None = None,
+        valid_dataset: Tasks | None = None,
+        *,
+        rollouts: Rollouts | None = None,
+    ) -> None:
+        self.config = config
+        self.train_dataset: Tasks = [] if train_dataset is None else train_dataset
+        self.valid_dataset: Tasks = [] if valid_dataset is None else valid_dataset
+        if not len(self.train_dataset):
+            raise ValueError("train_dataset has no rows; pass a list of dicts with the tasks to train on")
+        self.algorithm = find_algorithm(config.algorithm, config.actor)
+        self._rollouts = rollouts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "PPOTrainer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    def train(
+        self,
+        workflow: Any = None,
+        eval_workflow: Any = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Callable[[Group], bool] | None = None,
+        total_epochs: int | None = None,
+    ) -> None:
+        """Train to the end; the same call after a kill goes on where the run was.
+
+        workflow: `"module.Name"`, or any object or class with `async run(data, **extra)`.
+        dynamic_filter_fn: says of a finished group whether to train on it; others take the place of the rejected.
+        """
+        config = self.config
+        epochs = total_epochs or config.total_train_epochs
+        config.total_train_epochs = epochs
+        total_groups = epochs * len(self.train_dataset)
+        total_steps = max(1, total_groups // config.groups_per_step)
+        if config.total_train_steps is not None:
+            total_steps = min(total_steps, config.total_train_steps)
+        # The cheap things that can be wrong come before the model is loaded.
+        rollouts = self._rollouts or find_rollouts(config.scheduler.type)
+        book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
+        actor = self._backend(config.actor, total_steps, optimizer=config.actor.optimizer)
+        reference = None if config.ref is None else self._backend(config.ref, total_steps)
+        critic = None
+        if self.algorithm.needs_critic:
+            if config.critic is None:
+                raise ValueError(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+            critic = self._backend(config.critic, total_steps, optimizer=config.critic.optimizer, has_values=True)
+        report = self._stack.enter_context(
+            Report(config, total_steps=total_steps, past=_past_metrics(book, config.run_id))
+        )
+        self._stack.callback(rollouts.close)
+        train(
+            Run(
+                config=config,
+                book=book,
+                rollouts=rollouts,
+                algorithm=self.algorithm,
+                actor=actor,
+                reference=reference,
+                critic=critic,
+                report=report,
+                tasks=self.train_dataset,
+                valid_tasks=self.valid_dataset,
+                workflow=workflow,
+                workflow_kwargs=workflow_kwargs or {},
+                eval_workflow=eval_workflow,
+                eval_workflow_kwargs=eval_workflow_kwargs or workflow_kwargs or {},
+                accept=dynamic_filter_fn,
+                total_steps=total_steps,
+                total_groups=total_groups,
+            )
+        )
+
+    def _backend(
+        self,
+        model: ModelConfig,
+        total_steps: int,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        has_values: bool = False,
+    ) -> Backend:
+        sampling = self.config.gconfig
+        temperature = self.config.actor.temperature
+        return make_backend(
+            model.backend,
+            model,
+            optimizer=optimizer,
+            total_steps=total_steps * self.config.actor.ppo_n_minibatches,
+            temperature=sampling.temperature if temperature is None else temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            has_values=has_values,
+            seed=self.config.seed,
+        )
+
+
+def _past_metrics(book: Book, run_id: str) -> list[dict[str, float]]:
+    table = book.sql(
+        "select step, metrics from batches where run_id = $run and trained_at is not null order by step",
+        {"run": run_id},
+    )
+    return [
+        {"step": step, **json.loads(metrics or "{}")}
+        for step, metrics in zip(table["step"].to_pylist(), table["metrics"].to_pylist(), strict=True)
+    ]

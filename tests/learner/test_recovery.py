@@ -1,0 +1,127 @@
+"""kill -9 anywhere, the same command again: the curve of an uninterrupted run, no sample trained twice or skipped."""
+
+import multiprocessing
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from learner import killed
+from learner.tiny import tiny_folder
+from rollbook.learner.backend.single import SingleBackend
+from rollbook.learner.checkpoint import Meta, newest_checkpoint, read_checkpoint, write_checkpoint
+from rollbook.learner.config import ModelConfig, OptimizerConfig
+from rollbook.learner.errors import BadCheckpoint
+from rollbook.learner.folders import appears_whole, keep_newest
+from rollbook.store.book import open_book
+
+# A server that has imported everything once forks a process per run.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["learner.killed"])
+
+FACTS = ("loss", "reward", "grad_norm", "entropy", "lr", "n_rows")
+
+
+def run(root: Path, model: str, point: str, count: int) -> int:
+    process = PROCESSES.Process(target=killed.main, args=(str(root), model, point, str(count)))
+    process.start()
+    process.join(50)
+    assert process.exitcode is not None, "the run did not end within 50 s"
+    return process.exitcode
+
+
+def curve(root: Path) -> list[dict[str, Any]]:
+    with open_book(root / "echo" / "t" / "book") as book:
+        rows = book.sql("select step, metrics from batches order by step").to_pylist()
+        assert all(row["metrics"] for row in rows)
+        twice = book.sql("select interaction_id from batch_rows group by all having count(*) > 1")
+        assert not twice.num_rows
+        unused = book.sql(
+            "select count(*) as n from interactions i join episodes e using (episode_id) "
+            "where e.state = 'done' and interaction_id not in (select interaction_id from batch_rows)"
+        )
+        assert unused["n"].to_pylist() == [0]
+        versions = book.sql("select version from policies order by version")["version"].to_pylist()
+        assert versions == list(range(9))
+    metrics = [msgspec.json.decode(row["metrics"]) for row in rows]
+    assert [row["step"] for row in rows] == list(range(8))
+    return [{name: m[name] for name in FACTS} for m in metrics]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("whole")
+    model = tiny_folder(root / "model")
+    assert run(root, model, "never", 0) == 0
+    return model, curve(root)
+
+
+@pytest.mark.parametrize(
+    ("point", "count"),
+    [
+        ("taken", 3),
+        ("checkpoint half written", 7),
+        ("checkpoint written", 4),
+        ("weights written", 2),
+        ("announced", 5),
+        ("published", 5),  # two steps after the last checkpoint: both are trained again from the book
+    ],
+)
+def test_a_killed_run_ends_as_one_that_was_not(
+    tmp_path: Path, uninterrupted: tuple[str, list[dict[str, Any]]], point: str, count: int
+) -> None:
+    model, expected = uninterrupted
+    assert run(tmp_path, model, point, count) == -signal.SIGKILL
+    assert run(tmp_path, model, "never", 0) == 0
+    assert curve(tmp_path) == expected
+
+
+def test_a_group_cut_in_the_middle_is_finished_not_redone(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "model")
+    assert run(tmp_path, model, "half a group", 25) == -signal.SIGKILL
+    with open_book(tmp_path / "echo" / "t" / "book") as book:
+        before = book.sql("select episode_id from episodes where state = 'done'")["episode_id"].to_pylist()
+        assert book.sql("select 1 from episodes where state = 'open'").num_rows
+    assert run(tmp_path, model, "never", 0) == 0
+    with open_book(tmp_path / "echo" / "t" / "book") as book:
+        assert book.sql("select * from batches where trained_at is null").num_rows == 0
+        again = book.sql("select interaction_id from interactions group by all having count(*) > 1")
+        assert not again.num_rows
+        trained = book.sql("select interaction_id from batch_rows")["interaction_id"].to_pylist()
+        assert {f"{episode}.1" for episode in before} <= set(trained)
+        assert len(trained) == len(set(trained))
+
+
+def small(model: str, **kwargs: Any) -> SingleBackend:
+    config = ModelConfig(path=model, dtype="float32", init_from_scratch=True)
+    return SingleBackend(config, optimizer=OptimizerConfig(), **kwargs)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    one, two = tiny_folder(tmp_path / "one"), tiny_folder(tmp_path / "two", hidden=32)
+    folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(one), critic=None, keep=1)
+    with pytest.raises(ValueError, match=r"is of another model: .* is \(.*\) there and \(.*\) here"):
+        read_checkpoint(folder, run_id="r", actor=small(two), critic=None)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "m")
+    folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(model), critic=None, keep=1)
+    with pytest.raises(BadCheckpoint, match="is of run 'r', this run is 's'"):
+        read_checkpoint(folder, run_id="s", actor=small(model), critic=None)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    with suppress(RuntimeError), appears_whole(tmp_path / "step-1") as building:
+        (building / "half").write_text("x")
+        raise RuntimeError
+    assert newest_checkpoint(tmp_path) is None
+    for step in (1, 2, 10):
+        with appears_whole(tmp_path / f"step-{step}") as building:
+            (building / "whole").write_text(str(step))
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-10"
+    keep_newest(tmp_path, "step-[0-9]*", keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-2"]

@@ -1,0 +1,135 @@
+"""A run from the first step to the last: it learns, writes down what it does, and refuses what cannot be trained."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
+from learner.tiny import tiny_folder
+from rollbook.learner import PPOTrainer, TrainConfig
+from rollbook.learner.batches import rows_of
+from rollbook.learner.errors import NothingToTrain
+from rollbook.store.book import open_book
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_folder(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+def run(config: TrainConfig, rollouts: EchoRollouts, *, n_tasks: int = 10, **kwargs: Any) -> list[dict[str, Any]]:
+    valid = echo_tasks(10) if config.evaluator.freq_steps else None
+    with PPOTrainer(config, echo_tasks(n_tasks), valid, rollouts=rollouts) as trainer:
+        trainer.train(workflow="agent", **kwargs)
+    lines = (Path(config.run_path) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_reward_rises(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=40)
+    metrics = run(config, EchoRollouts())
+    rewards = [m["reward"] for m in metrics]
+    assert np.mean(rewards[:5]) < 0.2
+    assert np.mean(rewards[-5:]) > 0.8
+
+
+def test_every_step_is_in_the_book(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=3, evaluator__freq_steps=3)
+    rollouts = EchoRollouts()
+    metrics = run(config, rollouts)
+    assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert rollouts.published == [0, 1, 2, 3]
+    with open_book(config.book_path) as book:
+        ledger = book.sql("select step, n_rows, trained_at is not null as ok from batches order by step").to_pylist()
+        assert ledger == [{"step": s, "n_rows": 160, "ok": True} for s in range(3)]
+        twice = book.sql("select interaction_id from batch_rows group by all having count(*) > 1")
+        assert not twice.num_rows
+        policies = book.sql("select version, path from policies order by version").to_pylist()
+        assert [p["version"] for p in policies] == [0, 1, 2, 3]
+        assert (Path(policies[-1]["path"]) / "model.safetensors").is_file()
+        scores = book.sql("select count(*) as n, max(abs(mean_gap)) as gap from scores").to_pylist()[0]
+        assert scores["n"] == 480
+        assert scores["gap"] < 1e-4  # engine and learner are one model in one precision
+        evals = book.sql("select count(*) as n from episodes where is_eval and version = 3").to_pylist()[0]
+        assert evals["n"] == 10
+    assert (Path(config.run_path) / "best" / "model.safetensors").is_file()
+
+
+def test_a_taken_batch_can_be_built_again(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=2)
+    run(config, EchoRollouts())
+    with open_book(config.book_path) as book:
+        batch = book.sql("select batch_id from batches where step = 1").to_pylist()[0]["batch_id"]
+        one, two = rows_of(book, batch), rows_of(book, batch)
+        assert one.interaction_ids == two.interaction_ids
+        for name in ("ids", "starts", "n_prompt", "logprobs", "versions", "credits", "advantages"):
+            assert getattr(one, name).tobytes() == getattr(two, name).tobytes()
+        by_group: dict[str, list[float]] = {}
+        for group, advantage in zip(one.group_ids, one.advantages, strict=True):
+            by_group.setdefault(group, []).append(float(advantage))
+        assert all(abs(sum(a)) < 1e-9 for a in by_group.values())
+
+
+def test_staleness_lets_rollouts_run_ahead(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=4, rollout__max_head_offpolicyness=2)
+    metrics = run(config, EchoRollouts())
+    assert len(metrics) == 4
+    assert max(m["staleness_max"] for m in metrics) <= 2
+
+
+def test_rejected_groups_are_replaced_and_counted(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=4, actor__dynamic_sampling=True, gconfig__n_samples=4)
+    metrics = run(config, EchoRollouts())
+    assert sum(m.get("discarded_zero_variance", 0) for m in metrics) > 0
+    full = [m for m in metrics[:-1] if m.get("n_groups")]
+    assert all(m["n_groups"] == 10 for m in full)  # the last batch has what is left
+    with open_book(config.book_path) as book:
+        selections = [json.loads(s) for s in book.sql("select selection from batches")["selection"].to_pylist()]
+    used = [g for s in selections for g in s["groups"] + s["rejected"]]
+    assert len(used) == len(set(used)) == 40
+
+
+def test_a_filter_of_the_caller_decides_too(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=1, train_dataset__batch_size=5)
+    run(config, EchoRollouts(), dynamic_filter_fn=lambda group: group.task["digit"] % 2 == 0)
+    with open_book(config.book_path) as book:
+        selection = json.loads(book.sql("select selection from batches")["selection"].to_pylist()[0])
+    assert len(selection["groups"]) == 5
+
+
+def test_missing_rewards_are_missing_not_zero(tmp_path: Path, model: str) -> None:
+    def half(task: Mapping[str, Any], output: int) -> float | None:
+        return None if output % 2 else right_digit(task, output)
+
+    config = echo_config(tmp_path, model, total_train_epochs=1)
+    metrics = run(config, EchoRollouts(half))
+    assert metrics[0]["discarded_no_reward"] + metrics[0]["n_rows"] == 160
+
+
+def test_no_reward_at_all_is_a_clear_error_before_any_training(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model)
+    with pytest.raises(NothingToTrain, match=r"10 groups of run echo/t ended \(160 done\) and none .* has a reward"):
+        run(config, EchoRollouts(lambda task, output: None))
+    with open_book(config.book_path) as book:
+        assert not book.sql("select * from batches").num_rows
+
+
+def test_no_dataset_is_a_clear_error() -> None:
+    with pytest.raises(ValueError, match="train_dataset has no rows"):
+        PPOTrainer(TrainConfig())
+
+
+def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm is 'gpro'; expected one of .*grpo"):
+        PPOTrainer(TrainConfig(algorithm="gpro"), echo_tasks(1))
+
+
+def test_importing_the_learner_imports_no_torch() -> None:
+    code = "import rollbook.learner, sys; assert 'torch' not in sys.modules; rollbook.learner.TrainConfig()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
