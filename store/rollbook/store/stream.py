@@ -115,15 +115,15 @@ class Trie:
 # ---------------------------------------------------------------- where the bytes lie
 
 
-def copy_runs(addresses: Longs, lengths: Longs, dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Runs of 4-byte values, given by address and number, one after the other in a new array.
+def copy_runs(addresses: Longs, lengths: Longs) -> Int32s:
+    """Runs of 4-byte values, given by address and number, one after the other in a new array (view it as you like).
 
     Whoever calls keeps the memory behind the addresses alive.
     """
     total = 4 * int(lengths.sum())
     n = len(lengths)
     if not total:
-        return np.empty(0, dtype)
+        return np.empty(0, np.int32)
     # To Arrow the runs are every second string of a column that begins at the lowest address; to take them is one
     # memcpy each, some 20 times cheaper than a slice in Python. The strings between them are never looked at.
     low = int(addresses.min())
@@ -138,98 +138,108 @@ def copy_runs(addresses: Longs, lengths: Longs, dtype: type[np.generic]) -> npt.
         pa.large_binary(), 2 * n + 1, [None, pa.py_buffer(offsets), pa.foreign_buffer(low, size)]
     )
     taken = strings.take(pa.array(np.arange(1, 2 * n + 1, 2)))
-    return np.asarray(_Owned(taken.buffers()[2], total // 4, np.dtype(dtype)))
+    return np.asarray(_Owned(taken.buffers()[2], total // 4))
 
 
 class _Owned:
     """Shows NumPy a buffer that nobody else has, so that the array may be written and torch takes it without a copy."""
 
-    def __init__(self, buffer: pa.Buffer, n: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, buffer: pa.Buffer, n: int) -> None:
         self._buffer = buffer
-        self.__array_interface__ = {"version": 3, "shape": (n,), "typestr": dtype.str, "data": (buffer.address, False)}
+        self.__array_interface__ = {"version": 3, "shape": (n,), "typestr": "<i4", "data": (buffer.address, False)}
 
 
 _TOKEN_COLUMNS = ("prompt_ids", "output_ids", "logprobs", "versions")
 
 
-def _places(column: pa.ListArray) -> tuple[Longs, Int32s]:
-    """Addresses and lengths of the lists of a column; a missing list is an empty one."""
-    offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
-    values = column.values
-    buffer = values.buffers()[1]
-    base = (0 if buffer is None else buffer.address) + 4 * values.offset
-    lengths = np.diff(offsets)
-    if column.null_count:
-        lengths = np.where(column.is_null().to_numpy(zero_copy_only=False), 0, lengths)
-    return base + 4 * offsets[:-1].astype(np.int64), lengths
+def _places(batch: pa.RecordBatch) -> tuple[Longs, Longs]:
+    """Addresses [rows, 4] of the token columns of a batch, and lengths [rows, 2] of the first two of them."""
+    n = batch.num_rows
+    addresses, lengths = np.empty((n, 4), np.int64), np.empty((n, 2), np.int64)
+    for c, name in enumerate(_TOKEN_COLUMNS):
+        column = batch.column(name)
+        buffers = column.buffers()
+        at = column.offset
+        offsets = np.frombuffer(buffers[1], np.int32)[at : at + n + 1]
+        base = (0 if buffers[3] is None else buffers[3].address) + 4 * column.values.offset
+        addresses[:, c] = offsets[:-1]
+        addresses[:, c] *= 4
+        addresses[:, c] += base
+        if c < 2:
+            np.subtract(offsets[1:], offsets[:-1], out=lengths[:, c])
+            if column.null_count:  # a list that is not there has no tokens, whatever its offsets say
+                lengths[column.is_null().to_numpy(zero_copy_only=False), c] = 0
+    return addresses, lengths
+
+
+_FIRST, _STOP, _ROW, _TICK, _MEMORY, _MAPPED = range(6)
 
 
 class _Frames:
-    """The frames of one writer that are held, by position. Their rows lie in slabs, in the order of arrival."""
+    """The frames of one writer that are held, and the places of their rows, in the order of arrival."""
 
     def __init__(self) -> None:
-        self.firsts = np.empty(0, np.int64)  # sorted
-        self.stops = np.empty(0, np.int64)  # one past the last position
-        self.rows = np.empty(0, np.int64)  # where in the slab a frame's rows begin
-        self.ticks = np.empty(0, np.int64)  # when it was last asked for
-        self.sizes = np.empty((0, 2), np.int64)  # bytes of memory, and of mapped files
-        self.batches: list[pa.RecordBatch] = []
+        # Sorted by position: first position, one past the last, row of the first in `addresses`, when it was last
+        # asked for, bytes of memory, bytes of a mapped file.
+        self.table = np.empty((0, 6), np.int64)
+        self.batches: dict[int, pa.RecordBatch] = {}  # by row
         self.n_rows = 0
-        self.addresses = np.empty((0, 4), np.int64)
-        self.lengths = np.empty((0, 2), np.int32)
+        self.addresses = np.empty((1024, 4), np.int64)
+        self.lengths = np.empty((1024, 2), np.int64)
 
     def find(self, positions: Longs) -> Longs:
         """Which frame holds each position; -1 for none."""
-        k = np.searchsorted(self.firsts, positions, side="right") - 1
-        is_held = k >= 0
-        is_held[is_held] = positions[is_held] < self.stops[k[is_held]]
-        return np.where(is_held, k, -1)
+        if not len(self.table):
+            return np.full(len(positions), -1)
+        k = np.searchsorted(self.table[:, _FIRST], positions, side="right") - 1
+        return np.where((k >= 0) & (positions < self.table[k, _STOP]), k, -1)
 
     def insert(self, frames: list[Frame], tick: int) -> None:
         """Hold more frames; what they overlap (a segment sealed since) is let go."""
-        columns = []
-        for first, batch, _ in frames:
+        added = np.empty((len(frames), 6), np.int64)
+        for i, (first, batch, size_bytes) in enumerate(frames):
             n = batch.num_rows
             while self.n_rows + n > len(self.addresses):
-                capacity = max(1024, 2 * len(self.addresses))
-                self.addresses = np.resize(self.addresses, (capacity, 4))
-                self.lengths = np.resize(self.lengths, (capacity, 2))
+                self.addresses = np.resize(self.addresses, (2 * len(self.addresses), 4))
+                self.lengths = np.resize(self.lengths, (2 * len(self.lengths), 2))
             rows = slice(self.n_rows, self.n_rows + n)
-            for c, name in enumerate(_TOKEN_COLUMNS):
-                addresses, lengths = _places(batch.column(name))
-                self.addresses[rows, c] = addresses
-                if c < 2:
-                    self.lengths[rows, c] = lengths
-            columns.append((first, first + n, self.n_rows))
+            self.addresses[rows], self.lengths[rows] = _places(batch)
+            mapped = 0 if size_bytes else batch.get_total_buffer_size()
+            added[i] = first, first + n, self.n_rows, tick, size_bytes, mapped
+            self.batches[self.n_rows] = batch
             self.n_rows += n
-        added = np.array(columns, np.int64).reshape(-1, 3)
-        overlaps = np.zeros(len(self.firsts), np.bool_)
-        for first, stop, _ in columns:
-            overlaps |= (self.firsts < stop) & (self.stops > first)
-        if overlaps.any():
-            self.keep(~overlaps)
-        sizes = [(frame.size_bytes, 0 if frame.size_bytes else frame.batch.nbytes) for frame in frames]
-        firsts = np.concatenate([self.firsts, added[:, 0]])
-        order = np.argsort(firsts, kind="stable")
-        self.firsts = firsts[order]
-        self.stops = np.concatenate([self.stops, added[:, 1]])[order]
-        self.rows = np.concatenate([self.rows, added[:, 2]])[order]
-        self.ticks = np.concatenate([self.ticks, np.full(len(frames), tick)])[order]
-        self.sizes = np.concatenate([self.sizes, np.array(sizes, np.int64).reshape(-1, 2)])[order]
-        batches = [*self.batches, *(frame.batch for frame in frames)]
-        self.batches = [batches[i] for i in order.tolist()]
+        held = self.table
+        after = np.searchsorted(held[:, _STOP], added[:, _FIRST], side="right")
+        before = np.searchsorted(held[:, _FIRST], added[:, _STOP], side="left")
+        if (after < before).any():
+            is_kept = np.ones(len(held), np.bool_)
+            for a, b in zip(after.tolist(), before.tolist(), strict=True):
+                is_kept[a:b] = False
+            self.drop(~is_kept)
+        table = np.concatenate([self.table, added])
+        self.table = table[np.argsort(table[:, _FIRST], kind="stable")]
 
-    def keep(self, chosen: Bools) -> None:
-        """Let go of the other frames."""
-        self.firsts, self.stops, self.rows = self.firsts[chosen], self.stops[chosen], self.rows[chosen]
-        self.ticks, self.sizes = self.ticks[chosen], self.sizes[chosen]
-        self.batches = [self.batches[i] for i in np.flatnonzero(chosen).tolist()]
-        counts = self.stops - self.firsts
-        if 2 * counts.sum() < self.n_rows:  # more holes than rows: move together
-            taken = np.repeat(self.rows - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-            self.addresses, self.lengths = self.addresses[taken], self.lengths[taken]
-            self.rows = np.cumsum(counts) - counts
-            self.n_rows = len(taken)
+    def drop(self, chosen: Bools) -> None:
+        """Let go of these frames."""
+        for row in self.table[chosen, _ROW].tolist():
+            del self.batches[row]
+        self.table = self.table[~chosen]
+
+    def pack(self) -> None:
+        """Move the rows together once there are more holes than rows."""
+        counts = self.table[:, _STOP] - self.table[:, _FIRST]
+        if self.n_rows <= 1024 or 2 * counts.sum() >= self.n_rows:
+            return
+        starts = np.cumsum(counts) - counts
+        taken = np.repeat(self.table[:, _ROW] - starts, counts) + np.arange(counts.sum())
+        self.batches = {
+            new: self.batches[old] for new, old in zip(starts.tolist(), self.table[:, _ROW].tolist(), strict=True)
+        }
+        self.table[:, _ROW] = starts
+        self.n_rows = len(taken)
+        size = max(1024, self.n_rows)
+        self.addresses = np.resize(self.addresses[taken], (size, 4))
+        self.lengths = np.resize(self.lengths[taken], (size, 2))
 
 
 class Payloads:
@@ -246,35 +256,43 @@ class Payloads:
         self._tick = 0
         self._lock = threading.Lock()
 
-    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> "tuple[Longs, Int32s, list[pa.RecordBatch]]":
+    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
         """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, lengths [N, 2] of the first two, and the
         batches that must be held while the addresses are used. Raises KeyError for an event that is not there."""
-        addresses = np.empty((len(positions), 4), np.int64)
-        lengths = np.empty((len(positions), 2), np.int32)
-        held: list[pa.RecordBatch] = []
         codes = writers.combine_chunks().dictionary_encode()
+        names = codes.dictionary.to_pylist()
         with self._lock:
             self._tick += 1
-            for code, writer in enumerate(codes.dictionary.to_pylist()):
-                mine = slice(None) if len(codes.dictionary) == 1 else np.flatnonzero(codes.indices.to_numpy() == code)
-                wanted = positions[mine]
-                frames = self._writers.setdefault(writer, _Frames())
-                k = frames.find(wanted)
-                if (k < 0).any():
-                    frames.insert(self._fetch(writer, wanted[k < 0]), self._tick)
-                    k = frames.find(wanted)
-                frames.ticks[k] = self._tick
-                rows = frames.rows[k] + (wanted - frames.firsts[k])
-                addresses[mine] = frames.addresses[rows]
-                lengths[mine] = frames.lengths[rows]
-                held.extend(frames.batches[i] for i in np.unique(k).tolist())
+            if len(names) == 1:
+                return self._locate(names[0], positions)
+            addresses, lengths = np.empty((len(positions), 4), np.int64), np.empty((len(positions), 2), np.int64)
+            held: list[pa.RecordBatch] = []
+            for code, writer in enumerate(names):
+                mine = np.flatnonzero(codes.indices.to_numpy() == code)
+                addresses[mine], lengths[mine], batches = self._locate(writer, positions[mine])
+                held += batches
+            return addresses, lengths, held
+
+    def _locate(self, writer: str, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
+        frames = self._writers.setdefault(writer, _Frames())
+        k = frames.find(positions)
+        is_missing = k < 0
+        if is_missing.any():
+            frames.insert(self._fetch(writer, positions[is_missing]), self._tick)
+            k = frames.find(positions)
+        frames.table[k, _TICK] = self._tick
+        found = frames.table[k]
+        rows = found[:, _ROW] + (positions - found[:, _FIRST])
+        addresses, lengths = frames.addresses[rows], frames.lengths[rows]
+        held = [frames.batches[row] for row in set(found[:, _ROW].tolist())]
+        if is_missing.any():
             self._shrink()
         return addresses, lengths, held
 
     def _fetch(self, writer: str, positions: Longs) -> list[Frame]:
         found: list[Frame] = []
         stop = -1
-        for position in np.unique(positions).tolist():
+        for position in np.sort(positions).tolist():
             if position >= stop:
                 frame = self._log.frame(writer, position)
                 found.append(frame)
@@ -283,17 +301,18 @@ class Payloads:
 
     def _shrink(self) -> None:
         """Let go of what was not asked for the longest, until the rest is within budget."""
-        sizes = np.concatenate([np.empty((0, 2), np.int64), *(frames.sizes for frames in self._writers.values())])
+        table = np.concatenate([frames.table for frames in self._writers.values()])
+        sizes = table[:, _MEMORY:]
         if (sizes.sum(axis=0) <= self._budget).all():
             return
-        ticks = np.concatenate([frames.ticks for frames in self._writers.values()])
-        newest_first = np.argsort(-ticks, kind="stable")
-        is_kept = np.empty(len(ticks), np.bool_)
-        is_kept[newest_first] = (np.cumsum(sizes[newest_first], axis=0) <= self._budget).all(axis=1)
+        newest_first = np.argsort(-table[:, _TICK], kind="stable")
+        is_dropped = np.empty(len(table), np.bool_)
+        is_dropped[newest_first] = (np.cumsum(sizes[newest_first], axis=0) > self._budget).any(axis=1)
         at = 0
         for frames in self._writers.values():
-            n = len(frames.firsts)
-            frames.keep(is_kept[at : at + n])
+            n = len(frames.table)
+            frames.drop(is_dropped[at : at + n])
+            frames.pack()
             at += n
 
 
@@ -479,7 +498,7 @@ class Nodes:
 
     def _prompt(self, i: int) -> Int32s:
         n = self.n_prompt[i] - self.n_shared[i]
-        return copy_runs(self.addresses[i : i + 1, 0], np.array([n]), np.int32)
+        return copy_runs(self.addresses[i : i + 1, 0], np.array([n]))
 
     def _trie_arrays(
         self,
@@ -535,21 +554,24 @@ class Nodes:
 def _pack(lengths: Longs, prompts: Longs, outputs: Longs, is_trained: Bools) -> tuple[Int32s, Bools, Float32s, Int32s]:
     """Ids, mask, logprobs and versions of runs. lengths [K, 2]: of prompt and output; prompts [K], outputs [K, 3]:
     addresses of prompt_ids, and of output_ids, logprobs and versions."""
-    flat = lengths.ravel()
-    sources = np.stack([prompts, outputs[:, 0]], axis=1)
-    ids = copy_runs(sources.ravel(), flat, np.int32)
     # What is not trained has no logprob: its runs are copied from a stretch of zeros, and of -1 for versions.
     longest = int(lengths.max(initial=1))
-    zeros, none = np.zeros(longest, np.float32), np.full(longest, -1, np.int32)
-    sources[:, 0] = zeros.ctypes.data
-    sources[:, 1] = np.where(is_trained, outputs[:, 1], zeros.ctypes.data)
-    logprobs = copy_runs(sources.ravel(), flat, np.float32)
-    sources[:, 0] = none.ctypes.data
-    sources[:, 1] = np.where(is_trained, outputs[:, 2], none.ctypes.data)
-    versions = copy_runs(sources.ravel(), flat, np.int32)
-    trained = np.zeros(lengths.shape, np.bool_)
-    trained[:, 1] = is_trained
-    return ids, np.repeat(trained.ravel(), flat), logprobs, versions
+    blank = np.zeros((2, longest), np.int32)
+    blank[1] = -1
+    zeros, none = blank.ctypes.data, blank.ctypes.data + 4 * longest
+    sources = np.empty((3, *lengths.shape), np.int64)
+    sources[0, :, 0] = prompts
+    sources[1, :, 0] = zeros
+    sources[2, :, 0] = none
+    sources[:, :, 1] = outputs.T
+    if not is_trained.all():
+        sources[1, ~is_trained, 1] = zeros
+        sources[2, ~is_trained, 1] = none
+    flat = lengths.ravel()
+    ids, logprobs, versions = copy_runs(sources.ravel(), np.concatenate([flat, flat, flat])).reshape(3, -1)
+    mask = np.zeros(lengths.shape, np.bool_)
+    mask[:, 1] = is_trained
+    return ids, np.repeat(mask.ravel(), flat), logprobs.view(np.float32), versions
 
 
 _CONTINUING = pa.array(["extends", "retries"])
