@@ -8,7 +8,7 @@ all wait are different calls: k samples. Nothing here knows a vendor's JSON.
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import aclosing
 
 import anyio
@@ -44,6 +44,7 @@ class Call:
         self.is_delivered = False
         self.has_gone = False  # aborted since nobody waited
         self.clients: set[Client] = set()
+        self.turn: asyncio.Future[None] | None = None
         self.ended = anyio.Event()
         self._scope = anyio.CancelScope()
 
@@ -102,7 +103,7 @@ class Calls:
         self._kept: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by body
         self._named: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by idempotency key
         self._running: set[Call] = set()
-        self._turns: dict[str, list[asyncio.Future[None]]] = {}
+        self._turns: dict[str, deque[asyncio.Future[None]]] = {}
 
     def open(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
@@ -133,6 +134,7 @@ class Calls:
                 retry_after_s=1,
             )
         call = Call(session, request)
+        call.turn = self._queue(session)
         client = Client(call)
         for key, table in ((body, self._kept), (name, self._named)):
             if key[1]:
@@ -190,7 +192,8 @@ class Calls:
         session = call.session
         try:
             with call._scope:
-                await self._take_turn(session)
+                if call.turn is not None:
+                    await self._wait_turn(session, call.turn)
                 try:
                     await self._answer(call)
                 finally:
@@ -257,26 +260,30 @@ class Calls:
         async with self._reopening:
             return await anyio.to_thread.run_sync(self._sessions.episode_of, session)
 
-    async def _take_turn(self, session: Session) -> None:
-        if session.calls >= self._config.max_concurrent:
-            turn = asyncio.get_running_loop().create_future()
-            self._turns.setdefault(session.episode_id, []).append(turn)
-            session.waiting += 1
-            try:
-                await turn  # whoever gives it has counted us in
-            except BaseException:
-                if turn.done() and not turn.cancelled():
-                    self._give_turn(session)
-                raise
-            finally:
-                session.waiting -= 1
-        else:
+    def _queue(self, session: Session) -> "asyncio.Future[None] | None":
+        """Count a call in: None if it may go on at once, else what to wait for."""
+        if session.calls < self._config.max_concurrent:
             session.calls += 1
+            return None
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._turns.setdefault(session.episode_id, deque()).append(turn)
+        session.waiting += 1
+        return turn
+
+    async def _wait_turn(self, session: Session, turn: "asyncio.Future[None]") -> None:
+        try:
+            await turn  # who gives it leaves its place to us
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._give_turn(session)
+            raise
+        finally:
+            session.waiting -= 1
 
     def _give_turn(self, session: Session) -> None:
         waiting = self._turns.get(session.episode_id)
         while waiting:
-            turn = waiting.pop(0)
+            turn = waiting.popleft()
             if not turn.done():
                 turn.set_result(None)  # our place is theirs
                 return

@@ -1,0 +1,260 @@
+"""Clients that leave, engines that break, disks that refuse: nobody gets an answer that the book does not have."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import anthropic
+import anyio
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from proxy_serving import said, serving
+from rollbook.proxy.config import ServeConfig
+from rollbook.proxy.engine import Generation, Sampled
+from rollbook.proxy.errors import EngineFailed
+from rollbook.proxy.scripted import ScriptedEngine
+from rollbook.store import LogWriteFailed, MemoryLog
+
+pytestmark = pytest.mark.anyio
+
+HELLO = [{"role": "user", "content": "hi"}]
+LONG = "x" * 400
+QUICK = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=0.05)
+PATIENT = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=20)
+
+
+async def until(holds, seconds=5.0):
+    """Wait for something to become true."""
+    with anyio.fail_after(seconds):
+        while not holds():  # noqa: ASYNC110 - what is waited for has no event
+            await anyio.sleep(0.01)
+
+
+async def post(served, key, body, path="/v1/chat/completions", headers=None, timeout=20):
+    async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=timeout) as http:
+        return await http.post(path, json=body, headers={"authorization": f"Bearer {key}", **(headers or {})})
+
+
+async def leave_after(served, key, body, n_chunks):
+    """Read n chunks of a stream, and hang up."""
+    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        sent = {"authorization": f"Bearer {key}"}
+        async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, headers=sent) as reply:
+            seen = ""
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    seen += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                    n_chunks -= 1
+                    if not n_chunks:
+                        break
+            return seen
+
+
+async def test_a_client_that_leaves_a_stream_stops_the_engine_and_leaves_a_partial():
+    async with serving(lambda _: said(LONG), config=QUICK, chunk_tokens=2, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        seen = await leave_after(served, key, {"messages": HELLO}, 4)
+        await until(lambda: served.events("InteractionRecorded"))
+        [event] = served.events("InteractionRecorded")
+        assert event.fact.finish_reason == "abort"
+        assert not event.fact.is_trainable
+        assert len(seen) <= event.fact.delivered <= len(event.output_ids) < 100
+        assert (await served.service.engine.health()).running == 0
+        assert served.service.calls.running == 0
+
+
+async def test_a_client_that_leaves_a_whole_answer_has_nothing_delivered():
+    async with serving(lambda _: said(LONG), config=QUICK, chunk_tokens=2, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        with pytest.raises(httpx.ReadTimeout):
+            await post(served, key, {"messages": HELLO}, timeout=0.3)
+        await until(lambda: served.events("InteractionRecorded"))
+        [event] = served.events("InteractionRecorded")
+        assert (event.fact.finish_reason, event.fact.delivered) == ("abort", 0)
+
+
+async def test_a_retry_after_a_time_out_finds_the_same_call():
+    async with serving(lambda _: said("y" * 30), config=PATIENT, chunk_tokens=1, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        with pytest.raises(httpx.ReadTimeout):
+            await post(served, key, {"messages": HELLO}, timeout=0.2)
+        again = await post(served, key, {"messages": HELLO})
+        [event] = served.events("InteractionRecorded")
+        assert again.json()["id"] == event.interaction_id
+        assert event.fact.is_trainable
+        assert again.json()["choices"][0]["message"]["content"] == "y" * 30
+
+
+async def test_a_retry_finds_an_answer_that_was_finished_and_not_delivered():
+    async with serving(lambda _: said("y" * 8), config=PATIENT, chunk_tokens=1, token_s=0.05) as served:
+        key = (await served.client.start_session("t")).api_key
+        with pytest.raises(httpx.ReadTimeout):
+            await post(served, key, {"messages": HELLO}, timeout=0.2)
+        await until(lambda: served.events("InteractionRecorded"))
+        again = await post(served, key, {"messages": HELLO})
+        assert again.json()["id"] == served.events("InteractionRecorded")[0].interaction_id
+        fresh = await post(served, key, {"messages": HELLO})  # it was delivered: this is another sample
+        assert fresh.json()["id"] != again.json()["id"]
+        assert len(served.events("InteractionRecorded")) == 2
+
+
+async def test_a_stream_that_is_asked_for_again_is_given_from_its_beginning():
+    async with serving(lambda _: said("z" * 20), config=PATIENT, chunk_tokens=1, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        await leave_after(served, key, {"messages": HELLO}, 5)
+        again = await leave_after(served, key, {"messages": HELLO}, -1)
+        assert again == "z" * 20
+        assert len(served.events("InteractionRecorded")) == 1
+
+
+async def test_identical_requests_that_all_wait_are_as_many_samples():
+    async with serving(lambda _: said("y"), chunk_tokens=1, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        replies = await asyncio.gather(*(post(served, key, {"messages": HELLO}) for _ in range(4)))
+        assert len({reply.json()["id"] for reply in replies}) == 4
+        assert all(event.fact.is_trainable for event in served.events("InteractionRecorded"))
+
+
+@pytest.mark.parametrize("headers", [{"x-stainless-retry-count": "1"}, {"idempotency-key": "k1"}])
+async def test_who_says_that_it_asks_again_gets_the_same_answer(headers):
+    async with serving(lambda _: said("y")) as served:
+        key = (await served.client.start_session("t")).api_key
+        first = await post(served, key, {"messages": HELLO}, headers={k: v for k, v in headers.items() if v == "k1"})
+        again = await post(served, key, {"messages": HELLO}, headers=headers)
+        assert again.json()["id"] == first.json()["id"]
+        assert len(served.events("InteractionRecorded")) == 1
+        other = await served.client.start_session("t")
+        elsewhere = await post(served, other.api_key, {"messages": HELLO}, headers=headers)
+        assert elsewhere.json()["id"] != first.json()["id"]
+
+
+class BreakingEngine(ScriptedEngine):
+    """Breaks off after some tokens, as an upstream that is cut."""
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        ids = np.asarray(said("hello")[:3], np.int32)
+        yield Sampled(ids=ids, logprobs=np.zeros(3, np.float32), version=0)
+        raise EngineFailed("the engine closed the stream")
+
+
+async def test_a_cut_upstream_is_an_error_to_every_client_and_never_a_clean_finish():
+    async with serving(lambda _: said("hello")) as served:
+        served.service.capture._engine = BreakingEngine(lambda _: [])
+        key = (await served.client.start_session("t")).api_key
+        async with openai.AsyncOpenAI(base_url=served.base_url, api_key=key, max_retries=0) as sdk:
+            with pytest.raises(openai.APIError, match="closed the stream"):
+                async for _ in await sdk.chat.completions.create(model="m", messages=HELLO, stream=True):
+                    pass
+            with pytest.raises(openai.APIError, match="closed the stream"):
+                async for _ in await sdk.responses.create(model="m", input="hi", stream=True):
+                    pass
+            with pytest.raises(openai.InternalServerError, match="closed the stream"):
+                await sdk.chat.completions.create(model="m", messages=HELLO)
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=key, max_retries=0) as sdk:
+            with pytest.raises(anthropic.APIError, match="closed the stream"):
+                async with sdk.messages.stream(model="m", max_tokens=50, messages=HELLO) as stream:
+                    await stream.get_final_message()
+        assert len(served.events("InteractionFailed")) == 4
+        assert not any(event.fact.is_trainable for event in served.events("InteractionRecorded"))
+
+
+class FullLog(MemoryLog):
+    """A disk that refuses when told to."""
+
+    is_full = False
+
+    async def append(self, *events):
+        if self.is_full:
+            raise LogWriteFailed("no space left on device")
+        return await super().append(*events)
+
+
+async def test_what_cannot_be_recorded_is_not_answered():
+    log = FullLog()
+    async with serving(lambda _: said("hello"), log=log) as served:
+        started = await served.client.start_session("t")
+        log.is_full = True
+        reply = await post(served, started.api_key, {"messages": HELLO})
+        assert reply.status_code == 503
+        assert reply.headers["x-should-retry"] == "false"
+        assert "no space left" in reply.json()["error"]["message"]
+        streamed = await post(served, started.api_key, {"messages": HELLO, "stream": True})
+        assert "[DONE]" not in streamed.text
+        assert "not_recorded" in streamed.text
+        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+            for path, body in (
+                ("start_session", {"task_id": "t"}),
+                ("end_session", {"session_id": started.session_id}),
+            ):
+                refused = await http.post(f"/rl/{path}", json=body, headers={"x-api-key": served.service.admin_key})
+                assert refused.status_code == 503
+        log.is_full = False
+        assert (await post(served, started.api_key, {"messages": HELLO})).status_code == 200
+
+
+async def test_the_end_of_a_session_ends_its_calls_and_comes_after_them_in_the_book():
+    async with serving(lambda _: said(LONG), chunk_tokens=2, token_s=0.02) as served:
+        key = (await served.client.start_session("t")).api_key
+        async with anyio.create_task_group() as tasks:
+            replies = []
+
+            async def call():
+                replies.append(await post(served, key, {"messages": HELLO}))
+
+            tasks.start_soon(call)
+            await until(lambda: served.service.calls.running)
+            await anyio.sleep(0.1)
+            await served.client.end_session(key)
+        assert replies[0].status_code == 410
+        kinds = [event.kind for event in served.events()]
+        assert kinds == ["EpisodeOpened", "InteractionRecorded", "EpisodeClosed"]
+
+
+async def test_more_calls_than_allowed_wait_their_turn_and_too_many_are_told_when_to_come_back():
+    config = ServeConfig(admin_key="admin-key-of-the-tests", max_concurrent=2, max_waiting=3)
+    most = 0
+
+    async def script(_):
+        nonlocal most
+        most = max(most, (await served.service.engine.health()).running + 1)
+        await anyio.sleep(0.7)
+        return said("y")
+
+    async with serving(script, config=config, token_s=0.03) as served:
+        key = (await served.client.start_session("t")).api_key
+        bodies = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(7)]
+        replies = await asyncio.gather(*(post(served, key, body) for body in bodies))
+        by_status = sorted(reply.status_code for reply in replies)
+        assert by_status == [200] * 5 + [429] * 2
+        refused = next(reply for reply in replies if reply.status_code == 429)
+        assert refused.headers["x-should-retry"] == "true"
+        assert float(refused.headers["retry-after"]) > 0
+        assert most <= 2
+        again = await post(served, key, bodies[0])
+        assert again.status_code == 200
+
+
+async def test_a_server_that_stops_lets_answers_finish():
+    async with serving(lambda _: said("y" * 10), chunk_tokens=1, token_s=0.03) as served:
+        key = (await served.client.start_session("t")).api_key
+        call = asyncio.ensure_future(post(served, key, {"messages": HELLO}))
+        await until(lambda: served.service.calls.running)
+    reply = await call
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["message"]["content"] == "y" * 10
+
+
+async def test_a_server_that_must_stop_records_what_was_sampled():
+    config = ServeConfig(admin_key="admin-key-of-the-tests", stop_s=1)
+    async with serving(lambda _: said(LONG), config=config, chunk_tokens=1, token_s=0.03) as served:
+        key = (await served.client.start_session("t")).api_key
+        call = asyncio.ensure_future(post(served, key, {"messages": HELLO}))
+        await until(lambda: served.service.calls.running)
+    with pytest.raises(httpx.HTTPError):
+        (await call).raise_for_status()
+    [event] = served.events("InteractionRecorded")
+    assert event.fact.finish_reason == "abort"
+    assert 0 < len(event.output_ids) < len(LONG)
