@@ -1,0 +1,279 @@
+"""Input that nobody should send: no 5xx, no leak, and the server goes on."""
+
+import copy
+import json
+import socket
+import time
+
+import anyio
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from proxy_serving import said, serving
+from rollbook.proxy import listener
+from rollbook.proxy.config import ServeConfig
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BODIES = {
+    "/v1/chat/completions": {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        ],
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "stop": ["x"],
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+    },
+    "/v1/responses": {
+        "model": "m",
+        "instructions": "s",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}],
+        "text": {"format": {"type": "text"}},
+        "max_output_tokens": 5,
+    },
+    "/v1/messages": {
+        "model": "m",
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "t", "signature": "s"},
+                    {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
+        "tool_choice": {"type": "auto"},
+    },
+    "/v1/completions": {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "logprobs": 1},
+    "/rl/set_reward": {"reward": 1.0, "target": "episode", "name": "r", "details": {"a": 1}},
+}
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.sampled_from(
+        ["user", "tool", "assistant", "text", "image_url", "function", "required", "\x00", "\ud7ff", "💥"]
+    )
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*path, key))
+    elif isinstance(value, list):
+        for i in range(len(value)):
+            yield from places(value[i], (*path, i))
+
+
+@st.composite
+def spoilt(draw, body):
+    """A body with one to three places replaced, removed or added to."""
+    body = copy.deepcopy(body)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(sorted(places(body), key=repr)[1:] or [()]))
+        if not path:
+            break
+        at = body
+        for step in path[:-1]:
+            at = at[step]
+        match draw(st.sampled_from(["replace", "replace", "remove", "add"])):
+            case "replace":
+                at[path[-1]] = draw(values)
+            case "remove":
+                del at[path[-1]]
+            case "add" if isinstance(at, dict):
+                at[draw(st.text(max_size=5))] = draw(values)
+            case _:
+                at.append(draw(values)) if isinstance(at, list) else None
+    return body
+
+
+@pytest.fixture(scope="module")
+def running():
+    """One server for the whole module, in a thread: (address, key, http client, whether it is well)."""
+    config = ServeConfig(
+        admin_key="admin-key-of-the-tests", max_body_bytes=1 << 20, body_s=0.5, max_header_bytes=16 << 10
+    )
+    with (
+        anyio.from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
+        httpx.Client(base_url=served.url, trust_env=False, timeout=10) as http,
+    ):
+        yield served, portal.call(served.client.start_session, "t").api_key, http
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_spoilt_bodies_are_refused_in_the_vendors_shape(running, path):
+    _, key, http = running
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(spoilt(BODIES[path]), st.booleans())
+    def check(body, is_stream):
+        if is_stream and "rl" not in path:
+            body = {**body, "stream": True}
+        reply = http.post(path, json=body, headers={"x-api-key": key})
+        assert reply.status_code < 500, (reply.text, body)
+        if reply.status_code != 200:
+            said = reply.json()
+            assert said["error"]["message"]
+            assert said["error"]["type"]
+        elif reply.headers["content-type"].startswith("text/event-stream"):
+            assert '"error":{' not in reply.text.replace(" ", ""), (reply.text, body)
+
+    check()
+
+
+@pytest.mark.parametrize("path", [*BODIES, "/v1/rl/start_session"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe\x00",
+        b'{"messages": "\xff"}',
+        b'{"messages":' + b"[" * 100_000,
+        b'{"messages":' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"max_tokens": 1e400, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"max_tokens": 123456789012345678901234567890, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"temperature": NaN, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"messages": [{"role": "user", "content": "a"}]} trailing',
+        b"a" * (1 << 20) + b"a",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_bytes_that_are_no_body_are_refused(running, path, body):
+    served, key, http = running
+    who = served.service.admin_key if path.endswith("start_session") else key
+    reply = http.post(path, content=body, headers={"x-api-key": who})
+    assert 400 <= reply.status_code < 500, reply.text
+    assert reply.json()["error"]["message"]
+
+
+def speak(served, *pieces, pause=0.0):
+    """Send raw bytes, and read until the server closes or has answered."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=8) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(pause)
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            got = connection.recv(65536)
+            if not got:
+                break
+            answer += got
+        return answer
+
+
+def head(key, length, path="/v1/chat/completions", more=""):
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{more}content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def test_a_body_that_is_announced_too_large_is_not_waited_for(running):
+    served, key, _ = running
+    began = time.monotonic()
+    assert b" 413 " in speak(served, head(key, 1 << 40))
+    assert time.monotonic() - began < 0.5
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_forever(running):
+    served, key, _ = running
+    answer = speak(served, head(key, 100), b"{")
+    assert b" 400 " in answer
+
+
+def test_a_stranger_is_refused_before_the_body_is_read(running):
+    served, _, _ = running
+    assert b" 401 " in speak(served, head("nobody", 1 << 40))
+
+
+def test_a_flood_of_headers_is_cut_off(running):
+    served, key, _ = running
+    flood = "".join(f"x-{i}: {'y' * 100}\r\n" for i in range(1000))
+    assert b" 400 " in speak(served, head(key, 2, more=flood) + b"{}")
+    assert b" 400 " in speak(served, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+
+
+def test_headers_that_do_not_come_are_not_waited_for_forever(running, monkeypatch):
+    served, _, _ = running
+    monkeypatch.setattr(listener, "HEADER_S", 0.2)
+    assert speak(served, b"GET /health HTTP/1.1\r\nhost") == b""
+
+
+def test_what_is_no_http_is_refused(running):
+    served, _, _ = running
+    for sent in (b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"GET \xff HTTP/1.1\r\n\r\n"):
+        assert b" 400 " in speak(served, sent)
+
+
+def test_an_unknown_path_and_a_wrong_method_are_the_clients_mistake(running):
+    _, key, http = running
+    for method, path, status in [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/messages", 405),
+        ("GET", "/rl/start_session", 405),
+        ("POST", "/v1/threads", 404),
+    ]:
+        reply = http.request(method, path, headers={"x-api-key": key})
+        assert reply.status_code == status
+        assert reply.json()["error"]["message"]
+
+
+def test_sessions_see_nothing_of_each_other(running):
+    served, key, http = running
+    own = http.post("/v1/responses", json={"input": "secret-of-one"}, headers={"x-api-key": key}).json()["id"]
+    admin = {"x-api-key": served.service.admin_key}
+    other = http.post("/rl/start_session", json={"task_id": "t"}, headers=admin).json()["api_key"]
+    for path, body in [
+        ("/v1/responses", {"input": "go on", "previous_response_id": own}),
+        ("/rl/set_reward", {"reward": 1, "interaction_id": own}),
+    ]:
+        reply = http.post(path, json=body, headers={"x-api-key": other})
+        assert 400 <= reply.status_code < 500
+        assert "secret" not in reply.text
+
+
+def test_after_all_that_the_server_is_well(running):
+    _, key, http = running
+    assert http.get("/health").json()["status"] == "ok"
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    reply = http.post("/v1/chat/completions", json=body, headers={"x-api-key": key})
+    assert reply.json()["choices"][0]["message"]["content"] == "ok"
+    assert json.loads(reply.content)
