@@ -97,6 +97,7 @@ def refuse_unless(is_fine: bool, name: str, why: str) -> None:
 
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+_TEXT_FIELDS = frozenset({"tool_call_id", "name", "reasoning_content", "reasoning"})
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
@@ -116,6 +117,9 @@ def check_messages(messages: list[Message], where: str = "messages") -> None:
             check_parts(content, f"{where}[{i}].content")
         if message.get("tool_calls"):
             _check_tool_calls(message["tool_calls"], f"{where}[{i}].tool_calls")
+        for name in _TEXT_FIELDS & message.keys():
+            if not isinstance(message[name], str | None):
+                raise BadRequest(f"{where}[{i}].{name} must be text", param=f"{where}[{i}].{name}")
         if message.get("function_call"):
             raise BadRequest(
                 f"{where}[{i}].function_call is not supported: use tool_calls", param=f"{where}[{i}].function_call"
@@ -147,6 +151,7 @@ def _check_tool_calls(calls: Any, where: str) -> None:
             not isinstance(function, dict)
             or not isinstance(function.get("name"), str)
             or not isinstance(function.get("arguments", ""), str | None)
+            or not isinstance(call.get("id"), str | None)
         ):
             raise BadRequest(
                 f"{where}[{j}] must be {{id, type: 'function', function: {{name, arguments: text}}}}",
