@@ -39,6 +39,9 @@ NARROW = (
 )  # fmt: skip
 """What every kind needs of an event; the token columns are read for two kinds only."""
 
+TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded", "RewardGiven"}
+"""Kinds after which what `episodes` says of their episode is computed again."""
+
 _json = msgspec.json.Encoder()
 
 
@@ -108,8 +111,11 @@ class Views:
         self._con.begin()
         try:
             _Projection(self._con, self._waiting).apply(chunk)
-            self._con.execute("delete from cursors")
-            self._con.executemany("insert into cursors values (?, ?)", sorted(cursor.items()))
+            for writer, position in cursor.items():
+                if self._cursor.get(writer) is None:
+                    self._con.execute("insert into cursors values (?, ?)", [writer, position])
+                elif self._cursor[writer] != position:
+                    self._con.execute("update cursors set position = ? where writer = ?", [position, writer])
             self._con.commit()
         except BaseException:
             self._con.rollback()
@@ -197,6 +203,17 @@ class _Place(NamedTuple):
     path_version_max: int | None
 
 
+class _Known(NamedTuple):
+    """A row of `interactions` as far as placing others takes it."""
+
+    node: _Node
+    place: _Place
+    is_leaf: bool
+    is_retried: bool
+    recorded_at: int  # us
+    event_id: bytes
+
+
 PLACE_COLUMNS = (
     "up_id", "up_edge", "depth", "root_id", "start_id", "path_n", "path_output", "path_version_min",
     "path_version_max",
@@ -209,6 +226,7 @@ class _Projection:
     def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str]) -> None:
         self._con = con
         self._waiting = waiting
+        self._touched: set[str] = set()  # episodes about which something new was learned
 
     @contextmanager
     def _staged(self, **tables: pa.Table) -> Iterator[None]:
@@ -226,7 +244,6 @@ class _Projection:
         names = kinds.dictionary.to_pylist()
         codes = kinds.indices.to_numpy()
         at = {name: np.flatnonzero(codes == code) for code, name in enumerate(names)}
-        self._con.execute("create or replace temp table dirty (episode_id varchar)")
         for kind, project in (
             ("RunStarted", self._runs),
             ("PolicyPublished", self._policies),
@@ -242,6 +259,8 @@ class _Projection:
             rows = at.get(kind)
             if rows is not None and len(rows):
                 mine = fresh.take(pa.array(rows))
+                if kind in TOUCHING:
+                    self._touched.update(mine["episode_id"].unique().to_pylist())
                 project(mine, _facts(kind, mine["payload"]), chunk)
         self._refresh_episodes()
 
@@ -352,7 +371,6 @@ class _Projection:
             origin_interaction_id=pa.array([f.origin_interaction_id for f in facts], pa.string()),
         )
         with self._staged(_new=new):
-            self._con.execute("insert into dirty select episode_id from _new")
             self._con.execute("""
                 merge into episodes e using (
                     select * from _new
@@ -373,7 +391,6 @@ class _Projection:
         """Of several ends of one episode the last stands."""
         new = _with(rows, state=[f.state for f in facts], reason=pa.array([f.reason for f in facts], pa.string()))
         with self._staged(_new=new):
-            self._con.execute("insert into dirty select episode_id from _new")
             self._con.execute("""
                 merge into episodes e using (
                     select * from _new
@@ -400,7 +417,6 @@ class _Projection:
             details=pa.array([None if f.details is None else _text(f.details) for f in facts], pa.string()),
         )
         with self._staged(_new=new):
-            self._con.execute("insert into dirty select episode_id from _new")
             self._con.execute("""
                 insert into rewards by name
                 select event_id, run_id, episode_id, interaction_id, start, "end", name, value, weight, source, details,
@@ -426,19 +442,19 @@ class _Projection:
         left: set[str] = set()  # former parents of rows that are replaced
         replaced: list[str] = []
         for name in [name for name in chosen if name in known]:
-            node, _, at, event_id = known[name]
-            if keys[chosen[name]] < (at, event_id):
+            one = known[name]
+            if keys[chosen[name]] < (one.recorded_at, one.event_id):
                 replaced.append(name)
-                if node.parent is not None:
-                    left.add(node.parent)
+                if one.node.parent is not None:
+                    left.add(one.node.parent)
             else:
                 del chosen[name]
         if replaced:
             with self._staged(_gone=pa.table({"id": replaced})):
-                self._con.execute(
-                    "insert into dirty select episode_id from interactions join _gone on id = interaction_id"
-                )
-                self._con.execute("delete from interactions where interaction_id in (select id from _gone)")
+                gone = self._con.execute(
+                    "delete from interactions where interaction_id in (select id from _gone) returning episode_id"
+                ).fetchall()
+            self._touched.update(episode_id for (episode_id,) in gone)
 
         nodes: dict[str, _Node] = {}
         for name, row in chosen.items():
@@ -447,15 +463,15 @@ class _Projection:
 
         # Nodes that hang on what is only now here (or is now different) are placed again.
         moved = self._descendants([name for name in chosen if name in self._waiting] + replaced)
-        nodes.update({name: found[0] for name, found in moved.items() if name not in nodes})
+        nodes.update({name: one.node for name, one in moved.items() if name not in nodes})
         # A retry stands on what the repeated node stands on, which may be one step further up than `known` reaches.
         repeated = {node.parent for node in nodes.values() if node.edge == "retries"}
-        further = {known[name][1].up for name in repeated if name in known} - known.keys() - nodes.keys() - {None}
+        further = {known[name].place.up for name in repeated if name in known} - known.keys() - nodes.keys() - {None}
         if further:
             known |= self._load(
                 "select id from _wanted", _wanted=pa.table({"id": pa.array(list(further), pa.string())})
             )
-        places = _place(nodes, {name: found[1] for name, found in known.items() if name not in nodes})
+        places = _place(nodes, {name: one.place for name, one in known.items() if name not in nodes})
 
         for name in chosen:
             self._waiting.discard(name)
@@ -500,7 +516,6 @@ class _Projection:
         )
         columns = ", ".join(f'"{c.name}"' for c in metadata.tables["interactions"].columns)
         with self._staged(_new=new):
-            self._con.execute("insert into dirty select distinct episode_id from _new")
             self._con.execute(f"insert into interactions by name select {columns} from _new order by row")
         moved_names = [name for name in moved if name not in chosen]
         if moved_names:
@@ -508,31 +523,36 @@ class _Projection:
             with self._staged(_moved=again):
                 sets = ", ".join(f"{column} = m.{column}" for column in PLACE_COLUMNS)
                 self._con.execute(f"update interactions i set {sets} from _moved m where i.interaction_id = m.id")
-        old = [name for name in extended | retried if name in known and name not in chosen]
-        if old or left:
-            touched = pa.table({"id": pa.array(sorted(set(old) | left), pa.string())})
-            with self._staged(_touched=touched):
+        # Normally a parent that was a leaf is none any more; a replaced or late node may also undo or bring such facts.
+        changed = {name for name in extended if name in known and known[name].is_leaf}
+        changed |= {name for name in retried if name in known and not known[name].is_retried}
+        changed |= left
+        if changed:
+            with self._staged(_changed=pa.table({"id": pa.array(list(changed), pa.string())})):
                 self._con.execute("""
                     update interactions i set is_leaf = not k.is_extended, is_retried = k.is_retried
                     from (
                         select t.id, coalesce(bool_or(c.edge = 'extends'), false) as is_extended,
                           coalesce(bool_or(c.edge = 'retries'), false) as is_retried
-                        from _touched t left join interactions c on c.parent_id = t.id group by t.id
+                        from _changed t left join interactions c on c.parent_id = t.id group by t.id
                     ) k where i.interaction_id = k.id
                 """)
 
-    def _load(self, ids: str, **tables: pa.Table) -> "dict[str, tuple[_Node, _Place, int, bytes]]":
-        """Rows of `interactions` by a query for their ids: node, place, recorded_at in us, event_id."""
+    def _load(self, ids: str, **tables: pa.Table) -> dict[str, _Known]:
+        """Rows of `interactions` by a query for their ids."""
         with self._staged(**tables):
             found = self._con.execute(f"""
                 select interaction_id, parent_id, edge, n_output, version_min, version_max,
                   up_id, up_edge, depth, root_id, start_id, path_n, path_output, path_version_min, path_version_max,
-                  epoch_us(recorded_at), event_id
+                  is_leaf, is_retried, epoch_us(recorded_at), event_id
                 from interactions where interaction_id in ({ids})
             """).fetchall()
-        return {row[0]: (_Node(*row[1:6]), _Place(*row[6:15]), row[15], row[16].bytes) for row in found}
+        return {
+            row[0]: _Known(_Node(*row[1:6]), _Place(*row[6:15]), row[15], row[16], row[17], row[18].bytes)
+            for row in found
+        }
 
-    def _descendants(self, ids: list[str]) -> "dict[str, tuple[_Node, _Place, int, bytes]]":
+    def _descendants(self, ids: list[str]) -> dict[str, _Known]:
         if not ids:
             return {}
         return self._load(
@@ -565,10 +585,7 @@ class _Projection:
             """).fetchall()
         for batch_id, at, taken_by in known:
             if keys[chosen[batch_id]] < (at, taken_by.bytes):
-                self._con.execute(
-                    "insert into dirty select i.episode_id from interactions i join batch_rows b "
-                    "using (interaction_id) where b.batch_id = ?", [batch_id],
-                )  # fmt: skip
+                self._touch_members("select interaction_id from batch_rows where batch_id = ?", [batch_id])
                 self._con.execute("delete from batch_rows where batch_id = ?", [batch_id])
             else:
                 del chosen[batch_id]
@@ -605,9 +622,13 @@ class _Projection:
                     n.event_id)
             """)
             self._con.execute("insert into batch_rows by name select * from _members")
-            self._con.execute(
-                "insert into dirty select distinct episode_id from interactions join _members using (interaction_id)"
-            )
+            self._touch_members("select interaction_id from _members", [])
+
+    def _touch_members(self, ids: str, params: list[str]) -> None:
+        found = self._con.execute(
+            f"select distinct episode_id from interactions where interaction_id in ({ids})", params
+        ).fetchall()
+        self._touched.update(episode_id for (episode_id,) in found)
 
     def _trained(self, rows: pa.Table, facts: Sequence[BatchTrained], _: object) -> None:
         """Of several trainings of one batch the last stands: a restart trains it again."""
@@ -652,43 +673,46 @@ class _Projection:
 
     def _refresh_episodes(self) -> None:
         """Compute again what `episodes` says of the episodes that this transaction touched."""
-        self._con.execute("""
-            update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
-                version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken
-            from (
-                with d as (select distinct episode_id from dirty),
-                i as (
-                    select episode_id, interaction_id, n_output, version_min, version_max,
-                      is_trainable and not (is_retried and is_leaf) as is_trained
-                    from interactions where episode_id in (select episode_id from d)
-                ),
-                n as (
-                    select episode_id, count(*) as n_interactions,
-                      coalesce(sum(n_output) filter (is_trained), 0) as n_output,
-                      min(version_min) filter (is_trained) as version_min,
-                      max(version_max) filter (is_trained) as version_max
-                    from i group by episode_id
-                ),
-                r as (
-                    select episode_id, interaction_id,
-                      arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
-                    from rewards where name = 'reward' and episode_id in (select episode_id from d)
-                    group by episode_id, interaction_id, "start", "end"
-                ),
-                s as (
-                    select episode_id,
-                      coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
-                    from r group by episode_id
-                ),
-                b as (
-                    select episode_id, count(*) as n_taken
-                    from i join batch_rows using (interaction_id) group by episode_id
-                )
-                select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
-                  version_min, version_max, reward, coalesce(n_taken, 0) as n_taken
-                from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
-            ) f where e.episode_id = f.episode_id
-        """)
+        if not self._touched:
+            return
+        with self._staged(_touched=pa.table({"episode_id": pa.array(list(self._touched), pa.string())})):
+            self._con.execute("""
+                update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
+                    version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken
+                from (
+                    with d as (select episode_id from _touched),
+                    i as (
+                        select episode_id, interaction_id, n_output, version_min, version_max,
+                          is_trainable and not (is_retried and is_leaf) as is_trained
+                        from interactions where episode_id in (select episode_id from d)
+                    ),
+                    n as (
+                        select episode_id, count(*) as n_interactions,
+                          coalesce(sum(n_output) filter (is_trained), 0) as n_output,
+                          min(version_min) filter (is_trained) as version_min,
+                          max(version_max) filter (is_trained) as version_max
+                        from i group by episode_id
+                    ),
+                    r as (
+                        select episode_id, interaction_id,
+                          arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
+                        from rewards where name = 'reward' and episode_id in (select episode_id from d)
+                        group by episode_id, interaction_id, "start", "end"
+                    ),
+                    s as (
+                        select episode_id,
+                          coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
+                        from r group by episode_id
+                    ),
+                    b as (
+                        select episode_id, count(*) as n_taken
+                        from i join batch_rows using (interaction_id) group by episode_id
+                    )
+                    select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
+                      version_min, version_max, reward, coalesce(n_taken, 0) as n_taken
+                    from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
+                ) f where e.episode_id = f.episode_id
+            """)
 
 
 def _place(nodes: dict[str, _Node], above: dict[str, _Place]) -> dict[str, _Place]:

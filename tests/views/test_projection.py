@@ -1,0 +1,210 @@
+"""The tables are a function of the set of events, whatever order they came in."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollbook.store import (
+    BatchRow,
+    BatchTaken,
+    BatchTrained,
+    BookBusy,
+    EpisodeClosed,
+    EpisodeOpened,
+    Event,
+    InteractionFailed,
+    MemoryLog,
+    PolicyPublished,
+    RewardGiven,
+    RunStarted,
+    TokensScored,
+)
+from rollbook.store.book import Book
+from rollbook.store.schema import metadata
+from rollbook.store.views import Views
+from views_books import event, interaction
+
+NAMES = [f"i{n}" for n in range(6)]
+EPISODES = ["e0", "e1"]
+KINDS = [
+    "interaction",
+    "interaction",
+    "reward",
+    "opened",
+    "closed",
+    "taken",
+    "trained",
+    "score",
+    "run",
+    "policy",
+    "fail",
+]
+
+
+@st.composite
+def events(draw: Any) -> Event:
+    """Any event, over so few names that events clash and refer to each other in every direction."""
+    at = draw(st.integers(0, 5))
+    key = draw(st.integers(0, 10**9))
+    episode = draw(st.sampled_from(EPISODES))
+    name = draw(st.sampled_from(NAMES))
+    common = {"at": at, "key": str(key)}
+    match draw(
+        st.sampled_from(
+            [
+                "run",
+                "policy",
+                "opened",
+                "closed",
+                "interaction",
+                "interaction",
+                "reward",
+                "taken",
+                "trained",
+                "score",
+                "fail",
+            ]
+        )
+    ):
+        case "run":
+            return event(RunStarted(name=str(key), config={"lr": key}), **common)
+        case "policy":
+            return event(PolicyPublished(version=draw(st.integers(0, 1)), path=str(key), step=key % 7), **common)
+        case "opened":
+            fact = EpisodeOpened(task_id=str(key), group_id=draw(st.sampled_from([None, "g"])), version=key % 5)
+            return event(fact, episode_id=episode, **common)
+        case "closed":
+            state = draw(st.sampled_from(["done", "failed", "lost"]))
+            return event(EpisodeClosed(state=state, reason=str(key)), episode_id=episode, **common)
+        case "interaction":
+            parent = draw(st.sampled_from([None, *NAMES]))
+            edge = None if parent is None else draw(st.sampled_from(["extends", "rerendered", "compacts", "retries"]))
+            n_output = draw(st.integers(0, 4))
+            return interaction(
+                name, episode, parent=parent, edge=edge, n_output=n_output, version=draw(st.integers(0, 3)),
+                logprob=-0.25 * n_output, is_trainable=draw(st.booleans()), **common,
+            )  # fmt: skip
+        case "reward":
+            target = draw(st.sampled_from([None, name]))
+            span = {} if target is None or draw(st.booleans()) else {"start": 0, "end": 2}
+            fact = RewardGiven(
+                value=float(draw(st.integers(-3, 3))), name=draw(st.sampled_from(["reward", "style"])), **span
+            )
+            return event(fact, episode_id=episode, interaction_id=target, **common)
+        case "taken":
+            rows = [
+                BatchRow(interaction_id=n, credit=1.0, advantage=0.5)
+                for n in draw(st.lists(st.sampled_from(NAMES), unique=True))
+            ]
+            batch = draw(st.sampled_from(["b0", "b1"]))
+            return event(BatchTaken(batch_id=batch, step=key % 9, version=1, rows=rows), **common)
+        case "trained":
+            return event(
+                BatchTrained(batch_id=draw(st.sampled_from(["b0", "b1"])), step=key % 9, metrics={"loss": 1.0}),
+                **common,
+            )
+        case "score":
+            fact = TokensScored(version=key % 3, scorer=draw(st.sampled_from(["learner", "reference"])))
+            return event(
+                fact, episode_id=episode, interaction_id=name, logprobs=np.full(2, -0.125, np.float32), **common
+            )
+        case _:
+            return event(
+                InteractionFailed(error="Overflow", message=str(key), status=400), episode_id=episode, **common
+            )
+
+
+def contents(book: Book) -> dict[str, list[dict[str, Any]]]:
+    """All rows of all tables, in an order of their own."""
+    names = [name for name in metadata.tables if name != "cursors"]
+    return {name: sorted(book.sql(f"from {name}").to_pylist(), key=repr) for name in names}
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            events(), st.sets(st.integers(0, 2), min_size=1, max_size=2), st.integers(0, 4).map(lambda n: n == 0)
+        ),
+        max_size=25,
+        unique_by=lambda step: step[0].event_id,
+    )
+)
+def test_any_interleaving_gives_the_tables_of_a_rebuild(history: list[tuple[Event, set[int], bool]]) -> None:
+    first = MemoryLog("w0")
+    logs = [first, first.sibling("w1"), first.sibling("w2")]
+    live = Book(first)
+    for one, writers, is_time_to_look in history:
+        for writer in sorted(writers, reverse=True):
+            logs[writer].append_blocking(one)
+        if is_time_to_look:
+            live.catch_up()
+    live.catch_up()
+    rebuilt = Book(first)
+    backwards = MemoryLog("w0")
+    others = [backwards, backwards.sibling("w1"), backwards.sibling("w2")]
+    late = Book(backwards)
+    for batch_writer in (2, 1, 0):  # whole writers become visible one after the other, the last one first
+        others[batch_writer].append_blocking(*[one for one, writers, _ in history if batch_writer in writers])
+        late.catch_up()
+    assert contents(live) == contents(rebuilt) == contents(late)
+    assert live.views.position == rebuilt.views.position
+
+
+def test_a_retry_stands_where_the_request_that_it_repeats_stands() -> None:
+    log = MemoryLog()
+    log.append_blocking(
+        interaction("m1"),
+        interaction("m2", parent="m1", edge="extends", shared=7),
+        interaction("again", parent="m2", edge="retries", shared=11, n_new=0),
+        interaction("m3", parent="again", edge="extends", shared=14),
+    )
+    book = Book(log)
+    rows = {row["leaf_id"]: row for row in book.sql("from trajectories").to_pylist()}
+    assert rows.keys() == {"m2", "m3"}
+    assert rows["m2"]["is_orphan"]
+    assert not rows["m3"]["is_orphan"]
+    assert (rows["m3"]["start_id"], rows["m3"]["n_interactions"], rows["m3"]["n_output"]) == ("m1", 3, 9)
+
+
+def test_an_episode_has_its_own_reward_or_the_sum_of_its_interactions_or_none() -> None:
+    log = MemoryLog()
+    for name in ("own", "sum", "none"):
+        log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id=name))
+    log.append_blocking(
+        event(RewardGiven(value=1.0), episode_id="own", interaction_id="a", at=1),
+        event(RewardGiven(value=5.0), episode_id="own", at=2),
+        event(RewardGiven(value=1.0), episode_id="sum", interaction_id="b", at=1),
+        event(RewardGiven(value=0.25), episode_id="sum", interaction_id="c", at=2),
+        event(RewardGiven(value=2.0, weight=0.5), episode_id="sum", interaction_id="b", at=3),
+        event(RewardGiven(value=9.0, name="style"), episode_id="none", at=3),
+    )
+    rows = Book(log).sql("select episode_id, reward from episodes order by 1").to_pylist()
+    assert [row["reward"] for row in rows] == [None, 5.0, 1.25]
+
+
+def test_a_long_conversation_is_placed_without_recursion() -> None:
+    log = MemoryLog()
+    log.append_blocking(
+        *[interaction("n0")],
+        *[interaction(f"n{n}", parent=f"n{n - 1}", edge="extends", n_output=1) for n in range(5000, 0, -1)],
+    )
+    rows = Book(log).sql("from trajectories").to_pylist()
+    assert [(row["leaf_id"], row["n_interactions"], row["n_output"]) for row in rows] == [("n5000", 5001, 5003)]
+
+
+def test_a_file_keeps_its_place_and_has_one_owner(tmp_path: Any) -> None:
+    log = MemoryLog()
+    log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="e"))
+    views = Views(log, tmp_path / "views.duckdb")
+    assert views.catch_up() == 1
+    with pytest.raises(BookBusy, match="owned by another process"):
+        Views(log, tmp_path / "views.duckdb")
+    views.close()
+    again = Views(log, tmp_path / "views.duckdb")
+    assert again.catch_up() == 0
+    assert again.cursor().execute("select count(*) from episodes").fetchone() == (1,)
+    again.close()
