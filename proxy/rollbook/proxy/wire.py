@@ -4,6 +4,7 @@ Limits are kept here: body size and time, what a key looks like, how long a clie
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -43,29 +44,36 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, *, max_byt
     length = headers.get(b"content-length", b"")
     told = int(length) if length.isdigit() and len(length) < 20 else 0
     if told > max_bytes:
+        if told <= 4 * max_bytes:
+            await _discard(receive)
         raise TooLarge(f"the body has {told} bytes, the most is {max_bytes}; shorten the request")
     try:
         async with asyncio.timeout(seconds):
             message = await receive()
-            if message["type"] == "http.request" and not message.get("more_body"):
-                body: bytes = message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise TooLarge(f"the body has more than {max_bytes} bytes; shorten the request")
-                return body
-            parts: list[bytes] = []
-            size = 0
-            while True:
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > max_bytes:
-                    raise TooLarge(f"the body has more than {max_bytes} bytes; shorten the request")
-                if not message.get("more_body"):
-                    return b"".join(parts)
-                message = await receive()
+            body: bytes = message.get("body", b"")
+            if message.get("more_body"):
+                parts, size = [body], len(body)
+                while message.get("more_body") and size <= max_bytes:
+                    message = await receive()
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                body = b"".join(parts)
     except TimeoutError:
         raise BadRequest(f"the body did not come within {seconds:g} s; send the request again") from None
+    if message["type"] == "http.disconnect":
+        raise ClientGone
+    if len(body) > max_bytes:
+        await _discard(receive)
+        raise TooLarge(f"the body has more than {max_bytes} bytes; shorten the request")
+    return body
+
+
+async def _discard(receive: Receive) -> None:
+    """Take what is on its way for a moment, so that the client comes to read the refusal."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):
+            while (await receive()).get("more_body"):
+                pass
 
 
 async def answer(send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
