@@ -9,7 +9,8 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from .directory import DirectoryLog
 from .errors import BookBusy
-from .events import Float32s, Int32s, decode_messages
+from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
@@ -26,22 +27,83 @@ from .views import Views
 
 @dataclass(frozen=True)
 class Interaction:
-    """One model call as the model saw it."""
+    """One model call as the model saw it. What its parents already hold is put together when it is asked for."""
 
     row: dict[str, Any]  # its row of `interactions`
-    messages: list[dict[str, Any]]  # the whole request
-    tools: list[dict[str, Any]]
+    request: list[dict[str, Any]]  # the messages that were new in it
     reply: dict[str, Any]
-    prompt_ids: Int32s  # the whole prompt
-    output_ids: Int32s
-    logprobs: Float32s  # one per output token
-    versions: Int32s  # one per output token
     rewards: list[dict[str, Any]]  # every reward ever given on it, oldest first
+    _tree: "_Tree" = field(repr=False, compare=False)
+    _index: int = field(repr=False, compare=False)  # in the tree
 
     @property
     def interaction_id(self) -> str:
         name: str = self.row["interaction_id"]
         return name
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The whole request, as the client sent it."""
+        return self._tree.messages(self._index)
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        return self._tree.tools(self._index)
+
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return self._tree.nodes.load([self._index])
+
+    @property
+    def prompt_ids(self) -> Int32s:
+        """The whole prompt."""
+        return self._tokens.input_ids[~self._tokens.loss_mask]
+
+    @cached_property
+    def _output(self) -> tuple[Int32s, Float32s, Int32s]:
+        return self._tree.nodes.output(self._index)
+
+    @property
+    def output_ids(self) -> Int32s:
+        return self._output[0]
+
+    @property
+    def logprobs(self) -> Float32s:
+        """One per output token."""
+        return self._output[1]
+
+    @property
+    def versions(self) -> Int32s:
+        """The policy's, one per output token."""
+        return self._output[2]
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """What the interactions of an episode say, each beyond its parent."""
+
+    nodes: Nodes
+    said: list[Messages]
+
+    def messages(self, i: int) -> list[dict[str, Any]]:
+        way = [i]
+        while self.said[way[-1]].kept != 0 and self.nodes.parent[way[-1]] >= 0:
+            way.append(int(self.nodes.parent[way[-1]]))
+        messages = list(self.said[way.pop()].request)
+        for n in reversed(way):
+            own = self.said[n]
+            parent = self.said[int(self.nodes.parent[n])]
+            messages.append(own.resent if own.resent is not None else parent.reply)
+            del messages[len(messages) if own.kept is None else own.kept :]
+            messages += own.request
+        return messages
+
+    def tools(self, i: int) -> list[dict[str, Any]]:
+        while True:
+            tools, parent = self.said[i].tools, int(self.nodes.parent[i])
+            if tools is not None or parent < 0:
+                return tools or []
+            i = parent
 
 
 @dataclass(frozen=True)
@@ -137,52 +199,18 @@ class Book:
         if not table.num_rows:
             return []
         rows = table.to_pylist()
-        nodes = Nodes.read(table.select(NODE_COLUMNS), self._payloads)
-        tokens = nodes.load()
         stored = self.log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
-        said = {
-            row["interaction_id"]: decode_messages(text or '{"request":[],"reply":{}}')
-            for row, text in zip(rows, stored["messages"].to_pylist(), strict=True)
-        }
+        said = [decode_messages(text or '{"request":[],"reply":{}}') for text in stored["messages"].to_pylist()]
+        tree = _Tree(Nodes.read(table.select(NODE_COLUMNS), self._payloads), said)
         rewards: dict[str, list[dict[str, Any]]] = {}
         for reward in self.sql(
             "from rewards where episode_id = ? and interaction_id is not null order by given_at, event_id", [episode_id]
         ).to_pylist():
             rewards.setdefault(reward["interaction_id"], []).append(reward)
-        parents = {row["interaction_id"]: row["parent_id"] for row in rows}
-        full: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
-        for name in parents:
-            way = [name]
-            while way[-1] not in full and parents[way[-1]] in parents and parents[way[-1]] not in way:
-                way.append(parents[way[-1]])
-            for one in reversed(way):
-                own = said[one]
-                messages: list[dict[str, Any]] = []
-                tools: list[dict[str, Any]] = []
-                if parents[one] in full:
-                    messages, tools = full[parents[one]]
-                    messages = [*messages, own.resent or said[parents[one]].reply]
-                    messages = messages if own.kept is None else messages[: own.kept]
-                full.setdefault(one, ([*messages, *own.request], tools if own.tools is None else own.tools))
-        answers = []
-        for r, row in enumerate(rows):
-            at = tokens.row(r)
-            n_prompt = row["n_prompt"]
-            request, offered = full[row["interaction_id"]]
-            answers.append(
-                Interaction(
-                    row=row,
-                    messages=request,
-                    tools=offered,
-                    reply=said[row["interaction_id"]].reply,
-                    prompt_ids=tokens.input_ids[at][:n_prompt],
-                    output_ids=tokens.input_ids[at][n_prompt:],
-                    logprobs=tokens.logprobs[at][n_prompt:],
-                    versions=tokens.versions[at][n_prompt:],
-                    rewards=rewards.get(row["interaction_id"], []),
-                )
-            )
-        return answers
+        return [
+            Interaction(row, own.request, own.reply, rewards.get(row["interaction_id"], []), tree, i)
+            for i, (row, own) in enumerate(zip(rows, said, strict=True))
+        ]
 
     def close(self) -> None:
         """Give files and locks back. Twice is once."""

@@ -393,6 +393,12 @@ class Nodes:
             run_lengths=lengths.ravel().astype(np.int32),
         )
 
+    def output(self, i: int) -> tuple[Int32s, Float32s, Int32s]:
+        """Output ids, logprobs and versions of one node."""
+        n = int(self.n_output[i])
+        ids, logprobs, versions = copy_runs(self.addresses[i, 1:], np.full(3, n)).reshape(3, n)
+        return ids, logprobs.view(np.float32), versions
+
     def _paths(self, ends: Longs, every_output: bool) -> tuple[Longs, Longs, Longs, Bools]:
         """Every (row, node) on the way from each end to its root, root first; how many tokens of the path up to the
         node's output the row has; and whether the node's output is trained in that row."""

@@ -88,9 +88,15 @@ class Match(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """
         if self.repeats_id is None:
             raise ValueError("only a request that was asked before can be a retry; repeats_id is None")
-        n = len(self.messages)
         return msgspec.structs.replace(
-            self, parent_id=self.repeats_id, edge="retries", cause="retried", kept=n, n_matched=n, resent=None
+            self,
+            parent_id=self.repeats_id,
+            edge="retries",
+            cause="retried",
+            kept=self.state.n,
+            n_matched=len(self.messages),
+            rules=(),
+            resent=None,
         )
 
 
@@ -416,7 +422,7 @@ class TreeIndex:
 
     def reply(self, interaction_id: str) -> dict[str, Any]:
         """The assistant message that an interaction answered. Raises KeyError for one of another episode."""
-        said: dict[str, Any] = msgspec.json.decode(self._nodes[interaction_id].reply)
+        said: dict[str, Any] = json.loads(self._nodes[interaction_id].reply)
         return said
 
     # ------------------------------------------------------------ the chain
