@@ -167,6 +167,19 @@ class Book:
             )
         return nodes.load([place[name] for name in interaction_ids], form=form)
 
+    def batch(self, batch_id: str, *, form: Form = "individual") -> tuple[pa.Table, Tokens]:
+        """What a learner took: interaction_id, credit, advantage and weight of each row, and their tokens.
+
+        The same bytes at any later time, whatever rewards came since. Raises KeyError.
+        """
+        rows = self.sql(
+            "select interaction_id, credit, advantage, weight from batch_rows where batch_id = ? order by rowid",
+            [batch_id],
+        )
+        if not rows.num_rows and not self.sql("select 1 from batches where batch_id = ?", [batch_id]).num_rows:
+            raise KeyError(f"no batch {batch_id!r} in this book")
+        return rows, self.load(rows["interaction_id"].to_pylist(), form=form)
+
     def interaction(self, interaction_id: str) -> Interaction:
         """One model call with its whole request, reply and tokens. Raises KeyError."""
         found = self.sql("select episode_id from interactions where interaction_id = ?", [interaction_id])
