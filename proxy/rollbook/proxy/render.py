@@ -30,6 +30,9 @@ History = Literal["template", "exact"]
 _MARK = f"rb{os.urandom(8).hex()}"
 """Stands for a reply while we look for what follows it. No message holds it: it is new in each process."""
 
+_MANY = 32
+"""Turns of the one long conversation that a template is tried with."""
+
 _SOME_TOOL: list[Tool] = [
     {
         "type": "function",
@@ -436,7 +439,8 @@ class Renderer:
         for conversation in _conversations(ways):
             told = self.plain(conversation)
             turns = [n for n, m in enumerate(told) if m["role"] == "assistant"]
-            for at, until in zip(turns, [*turns[1:], len(told)], strict=True):
+            both = [*zip(turns, [*turns[1:], len(told)], strict=True)]
+            for at, until in both if len(both) < _MANY else both[-1:]:
                 try:
                     whole, cause = self._compare(told[:until], at, tools, variables)
                     names = tuple((c["id"], c["function"]["name"]) for c in told[at].get("tool_calls", ()))
@@ -539,7 +543,7 @@ def _call(n: int) -> dict[str, Any]:
 
 
 def _conversations(ways: Ways) -> list[list[Message]]:
-    """Small conversations that use a template in these ways."""
+    """Conversations that use a template in these ways."""
 
     def reply(n: int, calls: Sequence[int] = ()) -> Message:
         said: Message = {"role": "assistant", "content": "" if calls else f"reply {n}"}
@@ -556,7 +560,10 @@ def _conversations(ways: Ways) -> list[list[Message]]:
         return {"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": f"result {n}"}
 
     head: list[Message] = [{"role": "system", "content": "be good"}] if ways.has_system else []
-    talks = [[user(1), reply(1), user(2), reply(2), user(3), reply(3), user(4)]]
+    talks = [
+        [user(1), reply(1), user(2), reply(2), user(3), reply(3), user(4)],
+        [m for n in range(_MANY) for m in (user(n), reply(n))] + [user(_MANY)],
+    ]
     if ways.has_calls:
         talks.append(
             [
