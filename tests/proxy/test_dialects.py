@@ -160,3 +160,13 @@ async def test_the_model_list_suits_both_vendors():
                 await sdk.models.retrieve("other")
         async with anthropic.AsyncAnthropic(base_url=served.url, api_key=started.api_key) as sdk:
             assert [model.id async for model in sdk.models.list()] == ["default"]
+
+
+async def test_tokens_are_counted_as_they_would_be_prompted():
+    async with serving(lambda _: said("ok")) as served:
+        started = await served.client.start_session("t1")
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=started.api_key, max_retries=0) as sdk:
+            counted = await sdk.messages.count_tokens(model="m", messages=HELLO, system="be kind")
+            message = await sdk.messages.create(model="m", max_tokens=5, messages=HELLO, system="be kind")
+        assert counted.input_tokens == message.usage.input_tokens
+        assert len(served.events("InteractionRecorded")) == 1

@@ -8,7 +8,7 @@ all wait are different calls: k samples. Nothing here knows a vendor's JSON.
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from contextlib import aclosing
 
 import anyio
@@ -26,7 +26,7 @@ from .sessions import Session, Sessions
 _log = logging.getLogger("rollbook.proxy")
 
 _KEPT = 512
-"""Finished calls that a retry may still ask for, over all sessions."""
+"""Answers that nobody took, kept for a client that comes back, over all sessions. The book has them in any case."""
 
 
 class Call:
@@ -41,12 +41,18 @@ class Call:
         self.replies: list[Reply | None] = [None] * request.n
         self.error: ProxyError | None = None
         self.is_done = False
-        self.is_delivered = False
         self.has_gone = False  # aborted since nobody waited
         self.clients: set[Client] = set()
         self.turn: asyncio.Future[None] | None = None
         self.ended = anyio.Event()
         self._scope = anyio.CancelScope()
+
+    def can_be_joined_by(self, request: Request) -> bool:
+        """Whether a request that looks the same is this one, asked again."""
+        if self.has_gone or self.error is not None or self.request.body_sha256 != request.body_sha256:
+            return False
+        is_named = request.idempotency_key is not None and request.idempotency_key == self.request.idempotency_key
+        return is_named or request.is_retry or not self.clients
 
     @property
     def answer(self) -> list[Reply]:
@@ -100,8 +106,8 @@ class Calls:
         self._config = config
         self._reopening = anyio.Lock()
         self._tasks: TaskGroup | None = None
-        self._kept: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by body
-        self._named: OrderedDict[tuple[str, str], Call] = OrderedDict()  # by idempotency key
+        self._waited: dict[tuple[str, str], Call] = {}  # undelivered calls, by session and body or idempotency key
+        self._undelivered: deque[Call] = deque()  # those of them that are done, and nobody came back for yet
         self._running: set[Call] = set()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -112,21 +118,15 @@ class Calls:
     def running(self) -> int:
         return len(self._running)
 
-    def begin(self, session: Session, request: Request, *, is_retry: bool = False) -> Client:
+    def begin(self, session: Session, request: Request) -> Client:
         """Start a call, or join the one that this request repeats. Raises Busy."""
-        body = (session.episode_id, request.body_sha256 or "")
-        name = (session.episode_id, request.idempotency_key or "")
-        known = self._named.get(name) if name[1] else None
-        if known is not None and known.request.body_sha256 != request.body_sha256:
-            known = None  # the key was used for something else: a new call, under the key from now on
-        if known is None and body[1]:
-            same = self._kept.get(body)
-            if same is not None and (is_retry or (not same.clients and not same.is_delivered)):
-                known = same
-        if known is not None and not known.has_gone and known.error is None:
-            return Client(known)
+        keys = _keys(session, request)
+        for key in keys:
+            known = self._waited.get(key)
+            if known is not None and known.can_be_joined_by(request):
+                return Client(known)
         if self._tasks is None:
-            raise EngineUnavailable("the server is stopping; come back when it runs again", retry_after_s=1)
+            raise EngineUnavailable("the server is not running; come back when it is", retry_after_s=1)
         if session.calls >= self._config.max_concurrent and session.waiting >= self._config.max_waiting:
             raise Busy(
                 f"{session.calls} calls of this session are in progress and {session.waiting} wait, the most it may "
@@ -135,40 +135,31 @@ class Calls:
             )
         call = Call(session, request)
         call.turn = self._queue(session)
+        for key in keys:
+            self._waited[key] = call
         client = Client(call)
-        for key, table in ((body, self._kept), (name, self._named)):
-            if key[1]:
-                table[key] = call
-                table.move_to_end(key)
-                if len(table) > _KEPT:
-                    self._forget_one(table)
         self._running.add(call)
         self._tasks.start_soon(self._run, call)
         return client
-
-    def _forget_one(self, table: OrderedDict[tuple[str, str], Call]) -> None:
-        key = next((k for k, call in table.items() if call.is_done), None)
-        if key is not None:
-            del table[key]
 
     def finish(self, client: Client) -> None:
         """A connection is through with its call: it took the answer, or it left."""
         call = client.call
         call.clients.discard(client)
         if client.is_served:
-            call.is_delivered = True
-            call.pieces.clear()
-            if call.request.is_stream:
-                # A retry after a delivered stream would need the pieces; it gets a new sample.
-                self._forget(call)
+            # From here on it is in the book that a retry finds it.
+            self._forget(call)
         elif not call.clients and not call.is_done:
             asyncio.get_running_loop().call_later(self._config.grace_s, self._abort_unless_awaited, call)
+        elif not call.clients and call.error is None:
+            self._undelivered.append(call)
+            if len(self._undelivered) > _KEPT:
+                self._forget(self._undelivered.popleft())
 
     def _forget(self, call: Call) -> None:
-        for table, part in ((self._kept, call.request.body_sha256), (self._named, call.request.idempotency_key)):
-            key = (call.session.episode_id, part or "")
-            if table.get(key) is call:
-                del table[key]
+        for key in _keys(call.session, call.request):
+            if self._waited.get(key) is call:
+                del self._waited[key]
 
     def _abort_unless_awaited(self, call: Call) -> None:
         if not call.clients and not call.is_done:
@@ -182,9 +173,8 @@ class Calls:
         for call in stopped:
             call.error = SessionEnded(f"session {session.episode_id} ended while this call was in progress")
             call._scope.cancel()
-        for table in (self._kept, self._named):
-            for key in [k for k in table if k[0] == session.episode_id]:
-                del table[key]
+        for key in [k for k in self._waited if k[0] == session.episode_id]:
+            del self._waited[key]
         for call in stopped:
             await call.ended.wait()
 
@@ -289,3 +279,7 @@ class Calls:
                 return
         self._turns.pop(session.episode_id, None)
         session.calls -= 1
+
+
+def _keys(session: Session, request: Request) -> list[tuple[str, str]]:
+    return [(session.episode_id, key) for key in (request.body_sha256, request.idempotency_key) if key is not None]

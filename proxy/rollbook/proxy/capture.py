@@ -280,6 +280,10 @@ class Capture:
             await self._record(episode, request, call, prompt)
         yield call.reply(request, prompt, self._settings.model)
 
+    async def count(self, request: Request) -> int:
+        """Tokens of the prompt that a request would begin a conversation with. Raises BadRequest."""
+        return len((await self._prompt(self.open(""), request)).ids)
+
     # ------------------------------------------------------------ the prompt
 
     async def _prompt(self, episode: Episode, request: Request) -> _Prompt:

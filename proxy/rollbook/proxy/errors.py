@@ -3,6 +3,7 @@
     ProxyError(status, code)
     ├── BadRequest          400 the body is not what the API takes, or asks for what this server does not do
     │   ├── ContextOverflow 400 prompt + one token does not fit; code `context_length_exceeded`
+    │   ├── WrongMethod     405 a good path, asked in the wrong way
     │   └── TooLarge        413 a body over the limit
     ├── Unauthorized        401 no key, or a key nobody issued
     ├── Forbidden           403 a good key on the wrong route
@@ -42,6 +43,13 @@ class ContextOverflow(BadRequest):
     """The prompt and one more token do not fit the model's context."""
 
     code = "context_length_exceeded"
+
+
+class WrongMethod(BadRequest):
+    """A good path, asked in the wrong way."""
+
+    status = 405
+    code = "method_not_allowed"
 
 
 class TooLarge(BadRequest):

@@ -39,12 +39,22 @@ from .dialects.completions import Completions
 from .dialects.messages import Messages
 from .dialects.responses import Responses
 from .engine import Engine
-from .errors import BadRequest, Conflict, EngineFailed, Forbidden, NotFound, NotRecorded, ProxyError, TooLarge
+from .errors import (
+    BadRequest,
+    Conflict,
+    EngineFailed,
+    Forbidden,
+    NotFound,
+    NotRecorded,
+    ProxyError,
+    TooLarge,
+    WrongMethod,
+)
 from .listener import Protocol, Server, bind
 from .parsing import Vocabulary
 from .sessions import Session, Sessions
 from .tokenizer import Tokenizer
-from .wire import JSON, SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body
+from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body
 
 AnyRequest: TypeAlias = Request[Any, Any, Any]
 
@@ -165,9 +175,7 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
     """Answer one model call, streamed or whole."""
     client: Client | None = None
     try:
-        if scope["method"] != "POST":
-            await answer(send, 405, dialect.refuse(BadRequest("this route takes POST"))[1], (JSON, (b"allow", b"POST")))
-            return
+        _require_post(scope)
         headers = dict(scope["headers"])
         session = service.sessions.require_open(bearer(headers))
         config = service.config
@@ -241,6 +249,11 @@ async def _serve_call(client: Client, dialect: Dialect, receive: Receive, send: 
         watch.cancel()
 
 
+def _require_post(scope: Scope) -> None:
+    if scope["method"] != "POST":
+        raise WrongMethod(f"this route takes POST, not {scope['method']}")
+
+
 def _service(scope: Scope) -> Service:
     service: Service = scope["litestar_app"].state.service
     return service
@@ -265,6 +278,25 @@ async def messages(scope: Scope, receive: Receive, send: Send) -> None:
     """Anthropic Messages."""
     service = _service(scope)
     await complete(service, service.messages, scope, receive, send)
+
+
+@asgi(["/messages/count_tokens", "/v1/messages/count_tokens"], copy_scope=False)
+async def count_tokens(scope: Scope, receive: Receive, send: Send) -> None:
+    """How long the prompt of an Anthropic Messages request is."""
+    service = _service(scope)
+    dialect, config = service.messages, service.config
+    try:
+        _require_post(scope)
+        headers = dict(scope["headers"])
+        service.sessions.require_open(bearer(headers))
+        body = await read_body(headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        request = dialect.parse(body, Context(defaults=config.gconfig, headers=headers))
+        await answer(send, 200, msgspec.json.encode({"input_tokens": await service.capture.count(request)}))
+    except ClientGone:
+        pass
+    except ProxyError as error:
+        status, refusal = dialect.refuse(error)
+        await answer(send, status, refusal, error_headers(error))
 
 
 @asgi(["/completions", "/v1/completions"], copy_scope=False)
@@ -416,7 +448,7 @@ def provide_service(state: State) -> Service:
 def refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Any error of a Litestar handler, in OpenAI's shape."""
     if isinstance(error, HTTPException):
-        known = {404: NotFound, 405: BadRequest, 413: TooLarge}.get(error.status_code, BadRequest)
+        known = {404: NotFound, 405: WrongMethod, 413: TooLarge}.get(error.status_code, BadRequest)
         wrong = known(f"{request.method} {request.url.path}: {error.detail}")
         wrong.status = error.status_code
     elif isinstance(error, ProxyError):
@@ -438,6 +470,7 @@ HANDLERS = [
     chat_completions,
     responses,
     messages,
+    count_tokens,
     completions,
     grant_capacity,
     start_session,
