@@ -190,6 +190,7 @@ class DirectoryLog:
     ) -> None:
         self.path = Path(path)
         self.repairs: list[Repair] = []
+        self.written_bytes = 0  # by this log since it was opened
         self._writer = writer
         self._roll_bytes = roll_bytes
         self._live_bytes = live_bytes
@@ -290,7 +291,6 @@ class DirectoryLog:
             if chain.segments:
                 last = chain.segments[-1]
                 segment.newest = last.newest
-                last.map()
                 last.close()
             chain.segments = [*chain.segments, segment]
         return segment
@@ -427,6 +427,7 @@ class DirectoryLog:
                 os.ftruncate(self._fd, segment.end)
             raise
         segment.add(frame)
+        self.written_bytes += frame.size
 
     def _stop(self, requests: list[_Request], error: OSError) -> None:
         what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
@@ -568,6 +569,8 @@ class DirectoryLog:
 
     def _seal_loop(self) -> None:
         """The sealer's thread. What fails stays as it is until the next segment is full."""
+        with contextlib.suppress(OSError, AttributeError):  # where threads have priorities of their own: yield to all
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             self._to_seal.wait()
             self._to_seal.clear()

@@ -327,25 +327,45 @@ def decode_fact(kind: str, payload: str | bytes) -> Fact:
     return decoder.decode(payload)
 
 
-def _offsets(arrays: "list[npt.NDArray[Any] | None]") -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    lengths = np.fromiter((0 if a is None else len(a) for a in arrays), np.int32, len(arrays))
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets, np.fromiter((a is None for a in arrays), np.bool_, len(arrays))
-
-
 def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
-    offsets, missing = _offsets(arrays)
+    """Built from buffers: pyarrow's checking constructors would be most of what a small commit costs."""
+    n = len(arrays)
     present = [a for a in arrays if a is not None and len(a)]
     values = np.concatenate(present) if present else np.empty(0, dtype)
+    if values.ndim != 1:
+        raise BadEvent(f"{name} must have one dimension, got {values.ndim}")
     if values.dtype != dtype:
         narrow = values.astype(dtype) if np.can_cast(values.dtype, dtype, "same_kind") else None
         if narrow is None or (np.issubdtype(dtype, np.integer) and not np.array_equal(narrow, values)):
             raise BadEvent(f"{name} must be {np.dtype(dtype)} numbers, got {values.dtype} that do not fit")
         values = narrow
-    return pa.ListArray.from_arrays(
-        pa.array(offsets), pa.array(values), mask=pa.array(missing) if missing.any() else None
+    lengths = [0 if a is None else len(a) for a in arrays]
+    offsets = np.zeros(n + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] >= 1 << 31:
+        raise BadEvent(f"{name} of one append hold {offsets[-1]} values, more than 2^31; append fewer events at once")
+    is_there = [a is not None for a in arrays]
+    validity = None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
+    return pa.Array.from_buffers(
+        _LIST_TYPES[name],
+        n,
+        [validity, pa.py_buffer(offsets.astype(np.int32))],
+        children=[pa.Array.from_buffers(_LIST_TYPES[name].value_type, len(values), [None, pa.py_buffer(values)])],
     )
+
+
+_LIST_TYPES = {field.name: field.type for field in SCHEMA if pa.types.is_list(field.type)}
+
+
+def _numbers(values: npt.NDArray[Any], name: str) -> pa.Array:
+    return pa.Array.from_buffers(SCHEMA.field(name).type, len(values), [None, pa.py_buffer(values)])
+
+
+def _repeated(text: str, n: int) -> pa.Array:
+    """One string `n` times."""
+    data = text.encode()
+    offsets = np.arange(n + 1, dtype=np.int32) * np.int32(len(data))
+    return pa.Array.from_buffers(pa.string(), n, [None, pa.py_buffer(offsets), pa.py_buffer(data * n)])
 
 
 def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
@@ -368,15 +388,15 @@ def _to_batch(events: "list[Event]", writer: str, first_position: int) -> pa.Rec
     n = len(events)
     return pa.RecordBatch.from_arrays(
         [
-            pa.array(np.arange(first_position, first_position + n, dtype=np.int64)),
+            _numbers(np.arange(first_position, first_position + n, dtype=np.int64), "position"),
             pa.array([e.event_id for e in events], pa.binary(16)),
-            pa.array([writer] * n, pa.string()),
+            _repeated(writer, n),
             pa.array([e.kind for e in events], pa.string()),
-            pa.array(np.full(n, SCHEMA_VERSION, np.int16)),
+            _numbers(np.full(n, SCHEMA_VERSION, np.int16), "schema_version"),
             pa.array([e.run_id for e in events], pa.string()),
             pa.array([e.episode_id for e in events], pa.string()),
             pa.array([e.interaction_id for e in events], pa.string()),
-            pa.array(np.fromiter((e.recorded_at for e in events), np.int64, n)).view(SCHEMA.field("recorded_at").type),
+            _numbers(np.array([e.recorded_at for e in events], np.int64), "recorded_at"),
             pa.array([_encoder.encode(e.fact) for e in events], pa.binary()).view(pa.string()),
             pa.array([e.messages for e in events], pa.binary()).view(pa.string()),
             _list_column("prompt_ids", [e.prompt_ids for e in events], np.int32),

@@ -54,7 +54,7 @@ def encode(batch: pa.RecordBatch, first: int, lowest: bytes, highest: bytes) -> 
     return [HEADER.pack(MAGIC, crc, *fields), memoryview(body), padding]
 
 
-def decode_header(data: bytes | memoryview) -> Frame | None:
+def decode_header(data: bytes | memoryview | pa.Buffer) -> Frame | None:
     """The frame that 64 bytes announce; None where they are not a whole, undamaged header."""
     if len(data) < SIZE:
         return None

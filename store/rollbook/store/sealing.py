@@ -47,10 +47,11 @@ def write_sealed(
     """Make `path` hold these row groups, whole or not at all, and verified before it gets its name."""
     scratch = path.with_name(f".{path.name}.part")
     crc = 0
-    with pq.ParquetWriter(scratch, SCHEMA, **_PARQUET) as writer:
+    with pq.ParquetWriter(scratch, SCHEMA, **_PARQUET) as writer, open(scratch, "rb") as file:
         for table in row_groups:
             writer.write_table(table, row_group_size=table.num_rows)
             crc = content_crc(table, crc)
+            os.fsync(file.fileno())  # little by little: the log's own syncs would wait for one large write
         notes = {k: v.hex() for k, v in ids.items()}
         writer.add_key_value_metadata({**notes, SEALED_CRC: f"{crc:08x}"})
     with open(scratch, "rb") as file:

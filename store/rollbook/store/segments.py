@@ -38,6 +38,17 @@ def sealed_name(first: int, next_: int) -> str:
     return f"{first:020d}-{next_:020d}.parquet"
 
 
+class _File:
+    """A descriptor that is closed when nobody uses it any more, in whichever thread that is."""
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 class Segment:
     """One file of frames and where in it each position lies. The last of a writer may grow; others are closed.
 
@@ -55,17 +66,16 @@ class Segment:
         self.newest = b""  # the highest id in this and all earlier segments of the writer
         self._firsts = array("q")
         self._offsets = array("q")
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Closing is letting go of these two, the map last made before the file is dropped; so a reader in another
+        # thread that took either first goes on with it.
+        self._file: _File | None = _File(path)
         self._map: pa.Buffer | None = None
         self._verified: bytearray | None = None  # one flag per frame; None where all were verified when listed
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """The file has got its last frame."""
+        self.map()
+        self._file = None
 
     def __len__(self) -> int:
         return len(self._firsts)
@@ -86,11 +96,13 @@ class Segment:
         Returns why it stopped before the end of the file, None if it did not. Raises LogCorrupt where good frames
         follow a bad one: a torn tail has nothing after it, since a frame is synced before the next is begun.
         """
-        size = os.fstat(self._fd).st_size
+        if self._file is None:
+            return None
+        size = os.fstat(self._file.fd).st_size
         while self.end < size:
             frame, fault = self._check(self.end, size)
             if frame is None:
-                rest = os.pread(self._fd, size - self.end, self.end)
+                rest = os.pread(self._file.fd, size - self.end, self.end)
                 later = frames.find_frame(rest)
                 if later is None:
                     return fault
@@ -105,7 +117,7 @@ class Segment:
         return None
 
     def _check(self, offset: int, size: int) -> tuple[frames.Frame | None, str | None]:
-        frame = frames.decode_header(os.pread(self._fd, frames.SIZE, offset))
+        frame = frames.decode_header(self._read(offset, frames.SIZE))
         if frame is None:
             return None, "short header" if size - offset < frames.SIZE else "bad header checksum"
         if offset + frame.size > size:
@@ -129,8 +141,10 @@ class Segment:
 
     def list_closed(self) -> None:
         """List a closed segment by its headers."""
-        self.map()
-        data = memoryview(self._map) if self._map is not None else memoryview(b"")
+        assert self._file is not None
+        self._map = self._mapped(self._file)
+        self._file = None
+        data = memoryview(self._map)
         while self.end < len(data):
             frame = frames.decode_header(data[self.end : self.end + frames.SIZE])
             if frame is None or self.end + frame.size > len(data):
@@ -141,14 +155,19 @@ class Segment:
             self._check_header(frame, self.end)
             self.add(frame)
         self._verified = bytearray(len(self))
-        self.close()
 
     def map(self) -> None:
-        """Map the file as far as frames are listed, all of it where none are. The map outlives the file's name."""
-        if self._fd >= 0 and (self._map is None or self._map.size < self.end) and os.fstat(self._fd).st_size:
-            # By descriptor: the name may have gone, since a sealed segment's log is removed.
-            with pa.memory_map(f"/proc/self/fd/{self._fd}") as file:
-                self._map = file.read_buffer()
+        """Map what is listed; the map outlives the file's name. What is not listed may yet be cut off by an opening
+        writer, and touching a mapped page that has been cut kills the process."""
+        if self._file is not None and (self._map is None or self._map.size < self.end):
+            self._map = self._mapped(self._file).slice(0, self.end)
+
+    def _mapped(self, file: _File) -> pa.Buffer:
+        if not os.fstat(file.fd).st_size:
+            return pa.py_buffer(b"")
+        # By descriptor: the name may have gone, since a sealed segment's log is removed.
+        with pa.memory_map(f"/dev/fd/{file.fd}") as mapped:
+            return mapped.read_buffer()
 
     def finish(self) -> None:
         """The writer has gone on to the next segment: this one is whole now, or damaged."""
@@ -158,25 +177,20 @@ class Segment:
                 f"{self.path} at offset {self.end}: {fault} in a segment that others follow; "
                 "restore the file from a copy"
             )
-        self.map()
         self.close()
 
     @property
     def is_growing(self) -> bool:
-        return self._fd >= 0
+        return self._file is not None
 
     @property
     def is_unlinked(self) -> bool:
-        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+        return self._file is not None and os.fstat(self._file.fd).st_nlink == 0
 
     def batch(self, k: int) -> pa.RecordBatch:
         """Frame `k`. Zero copy where the file is mapped. Raises LogCorrupt."""
         offset = self._offsets[k]
-        if self._map is not None and self._map.size >= self.end:
-            header = memoryview(self._map)[offset : offset + frames.SIZE]
-        else:
-            header = memoryview(os.pread(self._fd, frames.SIZE, offset))
-        frame = frames.decode_header(header)
+        frame = frames.decode_header(self._read(offset, frames.SIZE))
         body = None if frame is None else self._read(offset + frames.SIZE, frame.length)
         is_verified = self._verified is None or self._verified[k]
         if frame is None or body is None or not (is_verified or frames.is_body_good(frame, body)):
@@ -189,16 +203,20 @@ class Segment:
         return frames.decode_body(frame, body)
 
     def _read(self, offset: int, length: int) -> pa.Buffer:
-        if self._map is not None and self._map.size >= offset + length:
-            return self._map.slice(offset, length)
-        body = pa.allocate_buffer(length)
-        view, done = memoryview(body), 0
+        """Shorter where the file ends."""
+        file, mapped = self._file, self._map
+        if mapped is not None and (file is None or mapped.size >= offset + length):
+            return mapped.slice(offset, min(length, mapped.size - offset))
+        if file is None:
+            return pa.py_buffer(b"")
+        buffer = pa.allocate_buffer(length)
+        view, done = memoryview(buffer), 0
         while done < length:
-            n = os.preadv(self._fd, [view[done:]], offset + done)
+            n = os.preadv(file.fd, [view[done:]], offset + done)
             if n == 0:
-                return body.slice(0, done)
+                return buffer.slice(0, done)
             done += n
-        return body
+        return buffer
 
     def frame_of(self, position: int) -> int:
         """Which frame holds a position that is in [first, next)."""
