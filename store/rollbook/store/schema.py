@@ -117,6 +117,12 @@ episodes = sa.Table(
     _long("n_output", "sampled tokens of those that are trainable"),
     _int("version_min", "oldest policy version among its trainable tokens"),
     _int("version_max", "newest policy version among its trainable tokens"),
+    _text(
+        "main_id",
+        "the last interaction of the main trajectory: of the first tree that went on after its root, else of the "
+        "first; where a reward of the episode stands when it is spread",
+    ),
+    _long("main_node", "the node number of main_id"),
     _int("n_taken", "how often an interaction of it was taken into a batch"),
     comment="One row per episode.",
 )
@@ -128,7 +134,10 @@ interactions = sa.Table(
     _text("episode_id", "its episode"),
     _text("run_id", "its run"),
     _text("parent_id", "the node it hangs on; NULL for a root"),
+    _text("top_id", "the topmost node above it along up_id; unlike root_id also across compaction"),
     _text("root_id", "the root above it (itself for a root, and for what compacts)"),
+    _long("node", "a number for joins within these tables; a rebuild gives others"),
+    _long("up_node", "the node number of up_id"),
     _text("up_id", "the node that its credit flows to: the parent; for a retry, that of the node it repeats"),
     _text("up_edge", "why it hangs on up_id"),
     _int("depth", "nodes above it along up_id"),

@@ -70,6 +70,8 @@ class Views:
         _prepare(self._con)
         self._cursor = dict(self._con.execute("select writer, position from cursors").fetchall())
         self._waiting = self._load_waiting()
+        found = self._con.execute("select coalesce(max(node), -1) + 1 from interactions").fetchone()
+        self._next_node: int = 0 if found is None else found[0]
 
     @property
     def position(self) -> Cursor:
@@ -110,7 +112,8 @@ class Views:
             cursor[writer] = batch.column("position")[batch.num_rows - 1].as_py() + 1
         self._con.begin()
         try:
-            _Projection(self._con, self._waiting).apply(chunk)
+            projection = _Projection(self._con, self._waiting, self._next_node)
+            projection.apply(chunk)
             for writer, position in cursor.items():
                 if self._cursor.get(writer) is None:
                     self._con.execute("insert into cursors values (?, ?)", [writer, position])
@@ -122,6 +125,7 @@ class Views:
             self._waiting = self._load_waiting()
             raise
         self._cursor = cursor
+        self._next_node = projection.next_node
 
 
 def _own(path: Path) -> int:
@@ -192,9 +196,12 @@ class _Node(NamedTuple):
 class _Place(NamedTuple):
     """Where a node is in its tree; named as the columns."""
 
+    node: int
+    up_node: int | None
     up: str | None
     up_edge: str | None
     depth: int
+    top: str
     root: str
     start: str
     path_n: int
@@ -215,28 +222,27 @@ class _Known(NamedTuple):
 
 
 PLACE_COLUMNS = (
-    "up_id", "up_edge", "depth", "root_id", "start_id", "path_n", "path_output", "path_version_min",
-    "path_version_max",
+    "node", "up_node", "up_id", "up_edge", "depth", "top_id", "root_id", "start_id", "path_n", "path_output",
+    "path_version_min", "path_version_max",
 )  # fmt: skip
 
 
 class _Projection:
     """One transaction's worth of events applied to the tables."""
 
-    def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str]) -> None:
+    def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str], next_node: int) -> None:
         self._con = con
         self._waiting = waiting
+        self.next_node = next_node
         self._touched: set[str] = set()  # episodes about which something new was learned
 
     @contextmanager
     def _staged(self, **tables: pa.Table) -> Iterator[None]:
         for name, table in tables.items():
             self._con.register(name, table)
-        try:
-            yield
-        finally:
-            for name in tables:
-                self._con.unregister(name)
+        yield
+        for name in tables:  # not after an error: the transaction is lost, and the next table of that name replaces it
+            self._con.unregister(name)
 
     def apply(self, chunk: list[pa.RecordBatch]) -> None:
         fresh = self._fresh(pa.Table.from_batches([batch.select(NARROW) for batch in chunk]).combine_chunks())
@@ -471,7 +477,10 @@ class _Projection:
             known |= self._load(
                 "select id from _wanted", _wanted=pa.table({"id": pa.array(list(further), pa.string())})
             )
-        places = _place(nodes, {name: one.place for name, one in known.items() if name not in nodes})
+        numbers = dict(zip(chosen, range(self.next_node, self.next_node + len(chosen)), strict=True))
+        self.next_node += len(chosen)
+        numbers |= {name: one.place.node for name, one in moved.items() if name not in chosen}
+        places = _place(nodes, numbers, {name: one.place for name, one in known.items() if name not in nodes})
 
         for name in chosen:
             self._waiting.discard(name)
@@ -522,33 +531,37 @@ class _Projection:
             again = pa.table({"id": moved_names, **_place_columns([places[name] for name in moved_names])})
             with self._staged(_moved=again):
                 sets = ", ".join(f"{column} = m.{column}" for column in PLACE_COLUMNS)
-                self._con.execute(f"update interactions i set {sets} from _moved m where i.interaction_id = m.id")
+                shifted = self._con.execute(
+                    f"update interactions i set {sets} from _moved m where i.interaction_id = m.id returning episode_id"
+                ).fetchall()
+            self._touched.update(episode_id for (episode_id,) in shifted)
         # Normally a parent that was a leaf is none any more; a replaced or late node may also undo or bring such facts.
         changed = {name for name in extended if name in known and known[name].is_leaf}
         changed |= {name for name in retried if name in known and not known[name].is_retried}
         changed |= left
         if changed:
             with self._staged(_changed=pa.table({"id": pa.array(list(changed), pa.string())})):
-                self._con.execute("""
+                flagged = self._con.execute("""
                     update interactions i set is_leaf = not k.is_extended, is_retried = k.is_retried
                     from (
                         select t.id, coalesce(bool_or(c.edge = 'extends'), false) as is_extended,
                           coalesce(bool_or(c.edge = 'retries'), false) as is_retried
                         from _changed t left join interactions c on c.parent_id = t.id group by t.id
-                    ) k where i.interaction_id = k.id
-                """)
+                    ) k where i.interaction_id = k.id returning i.episode_id
+                """).fetchall()
+            self._touched.update(episode_id for (episode_id,) in flagged)
 
     def _load(self, ids: str, **tables: pa.Table) -> dict[str, _Known]:
         """Rows of `interactions` by a query for their ids."""
         with self._staged(**tables):
             found = self._con.execute(f"""
                 select interaction_id, parent_id, edge, n_output, version_min, version_max,
-                  up_id, up_edge, depth, root_id, start_id, path_n, path_output, path_version_min, path_version_max,
+                  {", ".join(PLACE_COLUMNS)},
                   is_leaf, is_retried, epoch_us(recorded_at), event_id
                 from interactions where interaction_id in ({ids})
             """).fetchall()
         return {
-            row[0]: _Known(_Node(*row[1:6]), _Place(*row[6:15]), row[15], row[16], row[17], row[18].bytes)
+            row[0]: _Known(_Node(*row[1:6]), _Place(*row[6:-4]), row[-4], row[-3], row[-2], row[-1].bytes)
             for row in found
         }
 
@@ -678,12 +691,13 @@ class _Projection:
         with self._staged(_touched=pa.table({"episode_id": pa.array(list(self._touched), pa.string())})):
             self._con.execute("""
                 update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
-                    version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken
+                    version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken,
+                main_id = f.main_id, main_node = f.main_node
                 from (
                     with d as (select episode_id from _touched),
                     i as (
-                        select episode_id, interaction_id, n_output, version_min, version_max,
-                          is_trainable and not (is_retried and is_leaf) as is_trained
+                        select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
+                          version_max, is_trainable and not (is_retried and is_leaf) as is_trained
                         from interactions where episode_id in (select episode_id from d)
                     ),
                     n as (
@@ -704,19 +718,31 @@ class _Projection:
                           coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
                         from r group by episode_id
                     ),
+                    trees as (
+                        select episode_id, top_id, count(*) = 1 as is_single,
+                          min({'at': recorded_at, 'id': event_id}) as first,
+                          arg_max({'id': interaction_id, 'node': node}, {'at': recorded_at, 'id': event_id}) as last
+                        from i where is_trained group by episode_id, top_id
+                    ),
+                    m as (
+                        select episode_id, arg_min(last, {'is_single': is_single, 'first': first}) as last
+                        from trees group by episode_id
+                    ),
                     b as (
                         select episode_id, count(*) as n_taken
                         from i join batch_rows using (interaction_id) group by episode_id
                     )
                     select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
-                      version_min, version_max, reward, coalesce(n_taken, 0) as n_taken
+                      version_min, version_max, reward, coalesce(n_taken, 0) as n_taken,
+                  m.last.id as main_id, m.last.node as main_node
                     from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
+                    left join m using (episode_id)
                 ) f where e.episode_id = f.episode_id
             """)
 
 
-def _place(nodes: dict[str, _Node], above: dict[str, _Place]) -> dict[str, _Place]:
-    """Where nodes are in their trees. above: nodes placed already that may be their parents.
+def _place(nodes: dict[str, _Node], numbers: dict[str, int], above: dict[str, _Place]) -> dict[str, _Place]:
+    """Where nodes are in their trees. numbers: of the nodes; above: nodes placed already that may be their parents.
 
     A node whose parent is not known (yet) stands as a root; so does the smallest id of a circle of parents.
     """
@@ -741,11 +767,11 @@ def _place(nodes: dict[str, _Node], above: dict[str, _Place]) -> dict[str, _Plac
                 name = min(circle)
                 node = nodes[name]
                 parent = None
-            places[name] = _below(name, node, None if parent not in places else parent, places)
+            places[name] = _below(name, numbers[name], node, None if parent not in places else parent, places)
     return places
 
 
-def _below(name: str, node: _Node, parent: str | None, places: dict[str, _Place]) -> _Place:
+def _below(name: str, number: int, node: _Node, parent: str | None, places: dict[str, _Place]) -> _Place:
     own = (node.n_output, node.version_min, node.version_max)
     edge = node.edge
     if parent is not None and edge == "retries":
@@ -753,15 +779,18 @@ def _below(name: str, node: _Node, parent: str | None, places: dict[str, _Place]
         repeated = places[parent]
         parent, edge = repeated.up, repeated.up_edge
     if parent is None:
-        return _Place(None, None, 0, name, name, 1, *own)
+        return _Place(number, None, None, None, 0, name, name, name, 1, *own)
     up = places[parent]
     root = name if edge == "compacts" else up.root
     if edge != "extends":
-        return _Place(parent, edge, up.depth + 1, root, name, 1, *own)
+        return _Place(number, up.node, parent, edge, up.depth + 1, up.top, root, name, 1, *own)
     return _Place(
+        number,
+        up.node,
         parent,
         edge,
         up.depth + 1,
+        up.top,
         root,
         up.start,
         up.path_n + 1,
@@ -781,7 +810,8 @@ def _most(a: int | None, b: int | None) -> int | None:
 
 def _place_columns(places: Sequence[_Place]) -> dict[str, pa.Array]:
     kinds = (
-        pa.string(), pa.string(), pa.int32(), pa.string(), pa.string(), pa.int32(), pa.int64(), pa.int32(), pa.int32(),
+        pa.int64(), pa.int64(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.string(), pa.string(), pa.int32(),
+        pa.int64(), pa.int32(), pa.int32(),
     )  # fmt: skip
     return {
         name: pa.array([place[i] for place in places], kind)
