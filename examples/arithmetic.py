@@ -1,5 +1,7 @@
 """The agent that the demo trains: one question, one answer, on the OpenAI SDK. Nothing in it knows of training.
 
+rollbook train examples/arithmetic.yaml
+
 With OPENAI_BASE_URL and OPENAI_API_KEY set, the same class runs against any vendor.
 """
 

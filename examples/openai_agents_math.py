@@ -1,9 +1,12 @@
-"""A tool-using agent on the OpenAI Agents SDK: the same code in training, evaluation and production.
+"""A tool-using agent on the OpenAI Agents SDK; it knows nothing of training.
 
-rollbook train examples/openai_agents_math.yaml
+rollbook train examples/tools.yaml workflow=openai_agents_math.MathAgent
 """
 
 import os
+
+from math_verify import parse, verify
+from openai import AsyncOpenAI
 
 from agents import (
     Agent,
@@ -13,8 +16,6 @@ from agents import (
     function_tool,
 )
 from agents import Runner as OpenAIRunner
-from math_verify import parse, verify
-from openai import AsyncOpenAI
 
 
 @function_tool
@@ -30,22 +31,22 @@ def multiply(a: float, b: float) -> float:
 
 
 def math_reward_fn(completions: str, answer: str) -> float:
-    # Episodes run on an event loop thread, where math_verify's own alarm-based time limit cannot work.
-    ans = parse(completions, parsing_timeout=None)
-    gold = parse(answer, parsing_timeout=None)
-    return float(verify(gold, ans, timeout_seconds=None))
+    ans = parse(completions)
+    gold = parse(answer)
+    return float(verify(ans, gold))
 
 
 class MathAgent:
     async def run(self, data, **extra_kwargs):
-        http_client = extra_kwargs.get("http_client", None)
-        base_url = extra_kwargs.get("base_url", None) or os.getenv("OPENAI_BASE_URL")
-        api_key = extra_kwargs.get("api_key", None) or os.getenv("OPENAI_API_KEY")
+        http_client = extra_kwargs.get("http_client")
+        base_url = extra_kwargs.get("base_url") or os.getenv("OPENAI_BASE_URL")
+        api_key = extra_kwargs.get("api_key") or os.getenv("OPENAI_API_KEY")
+        # The two lines that point any OpenAI client at the proxy.
         client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
         content = data["messages"][-1]["content"]
         run_config = RunConfig(
             model_provider=OpenAIProvider(openai_client=client),
-            model="default",
+            model="default",  # any name gets the policy
             tracing_disabled=True,
         )
         agent = Agent(

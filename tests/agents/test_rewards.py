@@ -1,10 +1,13 @@
 """What counts as a reward."""
 
+import contextlib
 import math
+import time
 
 import numpy as np
 import pytest
 
+from rollbook.agents.alarms import in_time
 from rollbook.agents.errors import BadReward
 from rollbook.agents.rewards import exact_match, math_verify_score, read_reward, shaped
 from rollbook.agents.threads import in_thread
@@ -59,6 +62,30 @@ async def test_math_is_verified_in_any_thread():
     assert math_verify_score(r"\boxed{17}", "17") == 1.0
     assert math_verify_score("the answer is 18", "17") == 0.0
     assert math_verify_score("no idea", "17") == 0.0
+
+
+@pytest.mark.anyio
+async def test_math_verify_itself_works_in_any_thread_once_made_ready():
+    math_verify_score("1", "1")  # imports it and makes it ready
+    from math_verify import parse, verify
+
+    assert await in_thread(lambda: verify(parse(r"\boxed{\frac{1}{2}}"), parse("0.5")), name="judge") is True
+
+
+@pytest.mark.anyio
+async def test_a_call_that_takes_too_long_is_ended_in_any_thread_and_leaves_no_exception_behind():
+    class TooLong(Exception):
+        pass
+
+    def spin():
+        with pytest.raises(TooLong):
+            in_time(lambda: [None for _ in iter(int, 1)], 0.1, TooLong)
+        for _ in range(300):  # ends as its time does: the exception is met inside or not at all
+            with contextlib.suppress(TooLong):
+                in_time(lambda: time.sleep(0.001), 0.001, TooLong)
+        return sum(range(1000))
+
+    assert await in_thread(spin, name="spin") == 499500
 
 
 def test_exact_match_ignores_case_blanks_articles_and_punctuation():

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .alarms import ready_math_verify
 from .errors import BadReward, RewardFailed
 from .pool import ProcessPool, WorkerDied, WorkerTimeout
 
@@ -107,16 +108,14 @@ def _shared_pool(max_workers: int) -> ProcessPool:
 
 
 def math_verify_score(completion: str, answer: str) -> float:
-    """1.0 if `completion` ends in something that equals `answer` mathematically, else 0.0. Any thread may call it.
+    """1.0 if `completion` ends in something that equals `answer` mathematically, else 0.0.
 
-    An answer is parsed as LaTeX where it has a command or dollar signs, else as an expression.
+    Any thread may call it. Each step is limited to 5 seconds; what takes longer counts as not equal.
     """
     from math_verify import parse, verify
 
-    # Its time limits are alarm signals, which only a main thread has. AsyncRewardWrapper limits time by process.
-    gold = parse(answer, parsing_timeout=None)
-    guess = parse(completion, parsing_timeout=None)
-    return float(verify(gold, guess, timeout_seconds=None))
+    ready_math_verify()
+    return float(verify(parse(answer), parse(completion)))
 
 
 def exact_match(completion: str, answer: str) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from .alarms import ready_math_verify
 from .errors import Rejected, WorkflowError
 from .threads import in_thread, in_thread_loop
 from .watch import Blocking, timed
@@ -81,6 +82,7 @@ class AsyncAgent(Workflow):
         self.blocking: Blocking = Blocking(name)
 
     async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        ready_math_verify()
         keywords = _keywords(session, self._takes)
         if self.blocking.is_proven:
             return await in_thread_loop(lambda: self._call(dict(data), **keywords), name=self.name)
@@ -101,6 +103,7 @@ class SyncAgent(Workflow):
 
     def run_here(self, data: Mapping[str, Any], session: Session) -> Any:
         """In this thread, blocking."""
+        ready_math_verify()
         return self._call(dict(data), **_keywords(session, self._takes))
 
 
@@ -112,6 +115,7 @@ class DirectAgent(Workflow):
         self._arun_episode = arun_episode
 
     async def run(self, data: Mapping[str, Any], session: Session) -> Any:
+        ready_math_verify()
         engine = EpisodeEngine(session)
         result = await self._arun_episode(engine, dict(data))
         if result is None:

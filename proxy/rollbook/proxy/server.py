@@ -186,6 +186,8 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
             is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
         )
+        if role := headers.get(b"x-rollbook-role"):
+            request = msgspec.structs.replace(request, role=role.decode("latin-1"))
         client = service.calls.begin(session, request)
         await _serve_call(client, dialect, receive, send, stall_s=config.stall_s)
     except ClientGone:
