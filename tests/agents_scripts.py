@@ -25,3 +25,19 @@ def calculator(generation: Generation) -> list[int]:
 def counting(generation: Generation) -> list[int]:
     """Which turn of the conversation this is."""
     return said(f"turn {text_of(generation).count('<|im_start|>assistant')}")
+
+
+def finishing(generation):
+    """What smolagents asks for: every turn is a tool call, the last one to final_answer."""
+    n = text_of(generation).rsplit("New task:", 1)[1].count("Observation:")
+    return said([call("multiply", a=3, b=4), call("add", a=12, b=5), call("final_answer", answer="17")][min(n, 2)])
+
+
+def planning(generation):
+    """A planner's and its workers' side of a conversation."""
+    text = text_of(generation)
+    if "What is the answer?" in text:
+        return said("17")
+    if "Split the question" in text:
+        return said("- 3 * 4\n- 12 + 5")
+    return said("12" if "3 * 4" in text.rsplit("<|im_start|>user", 1)[1] else "18")
