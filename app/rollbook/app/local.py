@@ -4,26 +4,29 @@
 weight folders, exactly as they would across machines.
 """
 
+import json
 import secrets
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.errors import AgentsError
 from rollbook.agents.loop import RolloutLoop, ended_episodes
 from rollbook.agents.runner import Runner
 from rollbook.proxy.client import ProxyClient
-from rollbook.store import EpisodeClosed, Event, open_book
+from rollbook.store import Book, EpisodeClosed, Event, open_book
 
 from .launch import Launcher, LaunchFailed, LocalLauncher, Program
 
 ENGINES = ("embedded", "scripted", "vllm")
+_ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
 
 
 def engine_of(backend: str) -> tuple[str, str | None]:
@@ -40,11 +43,14 @@ class LocalRollouts:
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher or LocalLauncher()
         self._server: Program | None = None
+        self._admin_key = secrets.token_urlsafe(32)
+        self._config: Any = None
+        self._run_id = ""
+        self._book_path = ""
         self._loop: RolloutLoop | None = None
         self._client: ProxyClient | None = None
-        self._thread: threading.Thread | None = None
-        self._call: Callable[[Callable[[], Any]], Any] | None = None
-        self._stop: Callable[[], None] = lambda: None
+        self._portal: BlockingPortal | None = None
+        self._stack = ExitStack()
         self._failure: BaseException | None = None
 
     def start(
@@ -59,97 +65,101 @@ class LocalRollouts:
         version: int,
         weights: str,
     ) -> None:
+        self._config, self._run_id, self._book_path = config, run_id, book_path
         bury_the_dead(book_path, run_id)
         with open_book(book_path) as book:
             ended = ended_episodes(book, run_id)
-        admin_key = secrets.token_urlsafe(32)
-        engine, rest = engine_of(config.rollout.backend)
-        command = [sys.executable, "-m", "rollbook.app.cli", "serve", book_path, "--engine", engine, "--run", run_id]
-        command += ["--model", config.actor.path, "--weights", weights, "--weights-version", str(version)]
-        command += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
-        if engine == "scripted" and rest:
-            command += ["--script", rest]
+            n_rejected = rejected_groups(book, run_id)
         self._server = self._launcher.start(
-            command,
-            env={"ROLLBOOK_ADMIN_KEY": admin_key},
+            self._command(config, version, weights),
+            env={"ROLLBOOK_ADMIN_KEY": self._admin_key},
             log_path=Path(config.run_path, "server.log"),
-            wait_s=600.0 if engine == "vllm" else 180.0,
+            wait_s=_ENGINE_WAIT_S,
         )
-        is_ready = threading.Event()
+        self._stack.callback(self._server.stop)
+        portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
+        self._client = self._stack.enter_context(
+            portal.wrap_async_context_manager(ProxyClient(self._server.url, self._admin_key))
+        )
+        self._loop = RolloutLoop(
+            self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples),
+            tasks_of(tasks),
+            config.rollout,
+            consumer_batch_size=config.groups_per_step,
+            seed=config.seed,
+            shuffle=config.train_dataset.shuffle,
+            total_epochs=config.total_train_epochs,
+            version=version,
+            ended=ended,
+            rejected=n_rejected,
+        )
+        self._portal = portal
+        live = portal.start_task_soon(self._live, self._loop)
+        self._stack.callback(live.cancel)
 
-        async def live() -> None:
-            assert self._server is not None
-            async with ProxyClient(self._server.url, admin_key) as client, anyio.from_thread.BlockingPortal() as portal:
-                runner = Runner(
-                    client,
-                    workflow,
-                    run_id=run_id,
-                    workflow_kwargs=workflow_kwargs,
-                    n_samples=config.gconfig.n_samples,
-                    time_limit_s=config.rollout.agent.session_timeout_seconds,
-                    max_attempts=config.rollout.agent.max_attempts,
-                )
-                self._loop = RolloutLoop(
-                    runner,
-                    tasks_of(tasks),
-                    config.rollout,
-                    consumer_batch_size=config.train_dataset.batch_size,
-                    seed=config.seed,
-                    shuffle=config.train_dataset.shuffle,
-                    total_epochs=config.total_train_epochs if config.total_train_steps is None else None,
-                    version=version,
-                    ended=ended,
-                )
-                self._client = client
-                self._call = portal.call
-                async with anyio.create_task_group() as group:
-                    self._stop = lambda: portal.call(group.cancel_scope.cancel)
-                    is_ready.set()
-                    await self._loop.run()
+    async def _live(self, loop: RolloutLoop) -> None:
+        try:
+            await loop.run()
+        except Exception as error:
+            self._failure = error
 
-        def body() -> None:
-            try:
-                anyio.run(live)
-            except BaseException as error:
-                self._failure = error
-            finally:
-                is_ready.set()
+    def _command(self, config: Any, version: int, weights: str) -> list[str]:
+        engine, rest = engine_of(config.rollout.backend)
+        command = [sys.executable, "-m", "rollbook.app.cli", "serve", self._book_path, "--run", self._run_id]
+        command += ["--engine", engine, "--model", config.actor.path]
+        command += ["--weights", weights, "--weights-version", str(version)]
+        command += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
+        return [*command, "--script", rest] if engine == "scripted" and rest else command
 
-        self._thread = threading.Thread(target=body, name="rollouts", daemon=True)
-        self._thread.start()
-        is_ready.wait()
-        self.check()
+    def _runner(self, workflow: Any, kwargs: Mapping[str, Any], *, n_samples: int, is_eval: bool = False) -> Runner:
+        agent = self._config.rollout.agent
+        return Runner(
+            self._client,
+            workflow,
+            run_id=self._run_id,
+            workflow_kwargs=kwargs,
+            n_samples=n_samples,
+            time_limit_s=agent.session_timeout_seconds,
+            max_attempts=agent.max_attempts,
+            is_eval=is_eval,
+        )
 
     def publish(self, path: str, version: int) -> None:
         self.check()
-        if self._call is None or self._client is None or self._loop is None:
-            raise LaunchFailed("the rollouts have not been started")
-        client = self._client
-        self._call(lambda: client.load_weights(path, version))
-        self._loop.on_version(version)
+        portal, client, loop = self._running()
+        portal.call(client.load_weights, path, version)
+        loop.on_version(version)
 
     def reject(self, n_groups: int) -> None:
-        """The learner could not use so many finished groups: others take their place."""
-        if self._loop is not None:
-            self._loop.reject(n_groups)
+        self._running()[2].reject(n_groups)
+
+    def evaluate(
+        self, tasks: Sequence[Mapping[str, Any]], workflow: Any, workflow_kwargs: Mapping[str, Any], *, epoch: int
+    ) -> None:
+        self.check()
+        portal = self._running()[0]
+        runner = self._runner(workflow, workflow_kwargs, n_samples=self._config.evaluator.n_samples, is_eval=True)
+        portal.call(partial(runner.run, tasks_of(tasks), epoch=epoch))
 
     def check(self) -> None:
-        if self._failure is not None:
-            error = self._failure
+        error = self._failure
+        if error is not None:
             while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
                 error = error.exceptions[0]
             if isinstance(error, AgentsError):
                 raise error
-            raise LaunchFailed(f"the rollouts ended: {type(error).__name__}: {error}") from self._failure
+            raise LaunchFailed(f"the rollouts ended: {type(error).__name__}: {error}") from error
         if self._server is not None:
             self._server.check()
 
     def close(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            self._stop()
-            self._thread.join()
-        if self._server is not None:
-            self._server.stop()
+        self._portal = None
+        self._stack.close()
+
+    def _running(self) -> tuple[BlockingPortal, ProxyClient, RolloutLoop]:
+        if self._portal is None or self._client is None or self._loop is None:
+            raise LaunchFailed("the rollouts have not been started, or have ended")
+        return self._portal, self._client, self._loop
 
 
 def bury_the_dead(book_path: str, run_id: str) -> None:
@@ -161,3 +171,9 @@ def bury_the_dead(book_path: str, run_id: str) -> None:
         events = [Event(run_id=run_id, episode_id=id_, fact=fact) for id_ in lost.column(0).to_pylist()]
         if events:
             book.log.append_blocking(*events)
+
+
+def rejected_groups(book: Book, run_id: str) -> int:
+    """How many finished groups earlier batches of the run could not use, and others have taken the place of."""
+    selections = book.sql("select selection from batches where run_id = ?", [run_id]).column(0).to_pylist()
+    return sum(len(json.loads(text).get("rejected", ())) for text in selections if text)
