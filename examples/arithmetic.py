@@ -45,3 +45,8 @@ class ArithmeticAgent:
         )
         choice = answer.choices[0]
         return reward(choice.message.content or "", is_finished=choice.finish_reason == "stop", answer=data["answer"])
+
+
+def rows() -> list[dict[str, Any]]:
+    """All one hundred, for `train_dataset.path: arithmetic:rows`."""
+    return questions(100, seed=1)

@@ -113,6 +113,7 @@ class LocalRollouts:
 
     def _runner(self, workflow: Any, kwargs: Mapping[str, Any], *, n_samples: int, is_eval: bool = False) -> Runner:
         agent = self._config.rollout.agent
+        assert self._client is not None
         return Runner(
             self._client,
             workflow,
