@@ -28,7 +28,7 @@ def reward(text: str, *, is_finished: bool, answer: str) -> float:
     The shaping matters: a model that has never answered in this form gets a slope to climb.
     """
     said = text.strip()
-    is_right = verify(parse(answer, parsing_timeout=None), parse(said, parsing_timeout=None), timeout_seconds=None)
+    is_right = verify(parse(answer), parse(said))
     return 0.2 * is_finished + 0.2 * said[:1].isdigit() + 0.2 * said.isdigit() + 0.4 * bool(is_right)
 
 

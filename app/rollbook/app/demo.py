@@ -57,9 +57,7 @@ def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console)
     overrides = [f"seed={seed}", f"book={book_path}", f"cluster.fileroot={root}", f"actor.path={model}"]
     overrides += [f"total_train_steps={steps}"] if steps else []
     config = load_config(examples_folder() / "arithmetic.yaml", overrides)
-    import arithmetic  # of the examples folder
-
-    train_on(config, rows=arithmetic.questions(100, seed=seed))
+    train_on(config, rows=load("arithmetic:questions")(100, seed=seed))
 
     out.rule("What the book says")
     report(book_path, config.run_id, root, out)

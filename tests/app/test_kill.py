@@ -1,0 +1,87 @@
+"""kill -9 of a whole training run, and the same command again."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollbook.store import open_book
+from rollbook.store.verify import verify
+
+HERE = Path(__file__).parent
+STEPS = 6
+SAMPLES = 3
+
+CONFIG = f"""
+experiment_name: kill
+trial_name: t
+total_train_steps: {STEPS}
+total_train_epochs: 10
+workflow: killed_agent.Agent
+rollout: {{backend: "scripted:killed_agent:script", max_head_offpolicyness: 1}}
+train_dataset: {{path: "killed_agent:rows", batch_size: 2}}
+gconfig: {{n_samples: {SAMPLES}, max_new_tokens: 8}}
+recover: {{freq_steps: 2}}
+actor:
+  path: tiny
+  dtype: float32
+  logprob_gap_warn: 1.0e9     # the scripted engine's logprobs are not those of the model
+  logprob_gap_stop: 1.0e9
+  optimizer: {{lr: 1e-3}}
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "ACKNOWLEDGED": str(folder / "acknowledged"),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "rollbook.app.cli", "train", "config.yaml", f"cluster.fileroot={folder}"]
+    return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_runs_lose_nothing_redo_nothing_and_finish(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    acknowledged = tmp_path / "acknowledged"
+    acknowledged.touch()
+    generator = random.Random(5)
+    kills = 0
+    for wanted in (5, 25, 45):
+        process = start(tmp_path)
+        while process.poll() is None and len(acknowledged.read_text().splitlines()) < wanted:
+            time.sleep(0.01)
+        time.sleep(generator.random())
+        if process.poll() is None:
+            kills += 1
+            os.killpg(process.pid, signal.SIGKILL) if kills % 2 else process.kill()
+        process.wait()
+    assert kills >= 2
+    last = start(tmp_path)
+    assert last.wait(200) == 0
+
+    book_path = tmp_path / "kill" / "t" / "book"
+    with open_book(book_path) as book:
+        known = set(book.sql("select interaction_id from interactions")["interaction_id"].to_pylist())
+        assert set(acknowledged.read_text().split()) <= known
+        steps = book.sql("select step from batches where trained_at is not null order by step")["step"].to_pylist()
+        assert steps == list(range(STEPS))
+        assert book.sql("select max(version) v from policies")["v"][0].as_py() == STEPS
+        twice = book.sql("select interaction_id from batch_rows group by 1 having count(*) > 1")
+        assert twice.num_rows == 0
+        groups = book.sql(
+            "select group_id, count(*) n from episodes where state = 'done' group by group_id having n > ?", [SAMPLES]
+        )
+        assert groups.num_rows == 0, "a finished episode was drawn again"
+        states = set(book.sql("select distinct state from episodes")["state"].to_pylist())
+        assert "lost" in states
+        assert states <= {"done", "lost", "open"}
+    assert verify(book_path).is_whole
