@@ -5,9 +5,6 @@ rollbook train examples/tools.yaml workflow=openai_agents_math.MathAgent
 
 import os
 
-from math_verify import parse, verify
-from openai import AsyncOpenAI
-
 from agents import (
     Agent,
     OpenAIProvider,
@@ -16,6 +13,8 @@ from agents import (
     function_tool,
 )
 from agents import Runner as OpenAIRunner
+from math_verify import parse, verify
+from openai import AsyncOpenAI
 
 
 @function_tool

@@ -59,7 +59,15 @@ def _sql(args: argparse.Namespace) -> None:
 def _show(args: argparse.Namespace) -> None:
     from .reading import show_episode
 
-    show_episode(args.book, args.episode, out, scheme=args.scheme, gamma=args.gamma, is_json=args.json)
+    show_episode(
+        args.book,
+        args.episode,
+        out,
+        scheme=args.scheme,
+        gamma=args.gamma,
+        tokenizer=args.tokenizer,
+        is_json=args.json,
+    )
 
 
 def _episodes(args: argparse.Namespace) -> None:
@@ -184,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         "--scheme", choices=["tree", "broadcast", "arrival", "none"], default="tree", help="how rewards spread"
     )
     made.add_argument("--gamma", type=float, default=1.0, help="discount per turn")
+    made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
     made.add_argument("--json", action="store_true", help="print JSON instead")
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")

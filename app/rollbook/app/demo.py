@@ -60,7 +60,7 @@ def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console)
     train_on(config, rows=load("arithmetic:questions")(100, seed=seed))
 
     out.rule("What the book says")
-    report(book_path, config.run_id, root, out)
+    report(book_path, config.run_id, model, root, out)
 
 
 # Part 1
@@ -154,7 +154,7 @@ where b.run_id = '{run_id}' group by b.step order by b.step
 """
 
 
-def report(book_path: Path, run_id: str, root: Path, out: Console) -> None:
+def report(book_path: Path, run_id: str, model: Path, root: Path, out: Console) -> None:
     """Reward by step (bars and a plot file), the SQL behind it, one conversation tree, and what to try next."""
     statement = " ".join(BY_STEP.format(run_id=run_id).split())
     with open_book(str(book_path)) as book:
@@ -180,7 +180,7 @@ def report(book_path: Path, run_id: str, root: Path, out: Console) -> None:
     print_table(table.slice(max(0, table.num_rows - 5)), "table", out)
     if tree:
         out.print("\nOne tool conversation as a tree, with tokens and credits:")
-        show_episode(str(book_path), tree[0]["episode_id"], out)
+        show_episode(str(book_path), tree[0]["episode_id"], out, tokenizer=str(model))
     out.print("\nWhat to try next:", style="bold")
     for line in (
         f'rollbook sql {book_path} "select state, count(*), avg(reward) from episodes group by state"',

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +13,10 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
-from rollbook.store import open_book
+from rollbook.store import Book, StoreError, open_book
+from rollbook.store.book import Episode, Interaction
 from rollbook.store.verify import verify
 
 _WIDTH = 60  # of a cell; a terminal is no place for a whole config
@@ -81,3 +84,153 @@ def verify_book(book_path: str, out: Console) -> bool:
     report = verify(book_path)
     out.print(str(report), highlight=False, soft_wrap=True)
     return report.is_whole
+
+
+def find_episode(book: Book, name: str) -> str:
+    """The id that begins with `name`, or the newest episode for `last`. Raises StoreError."""
+    if name == "last":
+        found = book.sql("select episode_id from episodes order by opened_at desc limit 1")
+    else:
+        found = book.sql("select episode_id from episodes where starts_with(episode_id, ?) limit 3", [name])
+    ids: list[str] = found["episode_id"].to_pylist()
+    if len(ids) != 1:
+        what = "no episode" if not ids else f"{', '.join(ids)}, ... all begin with it"
+        raise StoreError(
+            f"expected one episode that is or begins with {name!r}: {what}; `rollbook episodes` lists them"
+        )
+    return ids[0]
+
+
+def show_episode(
+    book_path: str,
+    name: str,
+    out: Console,
+    *,
+    scheme: str = "tree",
+    gamma: float = 1.0,
+    tokenizer: str | None = None,
+    is_json: bool = False,
+) -> None:
+    """One episode: its tree, what was said, tokens coloured by probability, credits. tokenizer: a model folder."""
+    with open_book(book_path) as book:
+        episode = book.episode(find_episode(book, name))
+        credits_of = _credits(book, episode, scheme, gamma)
+        if is_json:
+            json.dump(_plain(episode, credits_of), sys.stdout, default=str, ensure_ascii=False, indent=1)
+            sys.stdout.write("\n")
+            return
+        spell = _speller(tokenizer or _tokenizer_of(book, episode.row["run_id"]))
+        out.print(_tree(episode, credits_of, spell))
+
+
+def _credits(book: Book, episode: Episode, scheme: str, gamma: float) -> dict[str, float | None]:
+    return {}
+
+
+def _tokenizer_of(book: Book, run_id: str) -> str | None:
+    found = book.sql("select path from policies where run_id = ? order by version desc", [run_id])["path"].to_pylist()
+    return next((path for path in found if Path(path, "tokenizer.json").is_file()), None)
+
+
+def _speller(folder: str | None) -> Any:
+    """ids -> one text per token; without a tokenizer, the numbers."""
+    if folder is None:
+        return lambda ids: [f" {i}" for i in ids]
+    from rollbook.proxy.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder)
+    return lambda ids: [tokenizer.decode([i]) for i in ids]
+
+
+def _tree(episode: Episode, credits_of: dict[str, float | None], spell: Any) -> Tree:
+    row = episode.row
+    reward = row.get("reward")
+    head = Text.assemble(
+        (row["episode_id"], "bold"),
+        f"  task {row.get('task_id')}  {row['state']}",
+        "" if reward is None else f"  reward {reward:g}",
+        "" if row.get("reason") is None else f"  ({row['reason']})",
+    )
+    root = Tree(head)
+    branches: dict[str, Tree] = {}
+    children: dict[str, int] = {}
+    for one in episode.interactions:
+        parent = one.row["parent_id"]
+        children[parent] = children.get(parent, 0) + 1
+        # A chain stays at one level: only forks indent, so that a hundred turns are readable.
+        above = branches.get(parent, root)
+        under = above if parent is None or children[parent] == 1 else above.add(Text("fork", style="magenta"))
+        _add(under, one, credits_of.get(one.interaction_id), spell)
+        branches[one.interaction_id] = under
+    for failure in episode.failures:
+        root.add(Text(f"failed call: {failure['error']}: {failure['message']}", style="red"))
+    return root
+
+
+def _add(under: Tree, one: Interaction, credit: float | None, spell: Any) -> None:
+    row = one.row
+    for message in one.request:
+        under.add(Text.assemble((f"{message.get('role', '?')}: ", "cyan"), _said(message)))
+    facts = [f"prompt {row['n_prompt']}"]
+    if row["n_shared"]:
+        facts.append(f"of which {row['n_shared']} are the parent's")
+    facts.append(f"sampled {row['n_output']}")
+    if row["version_min"] is not None:
+        facts.append(
+            f"version {row['version_min']}" + (f"-{row['version_max']}" * (row["version_max"] != row["version_min"]))
+        )
+    if credit is not None:
+        facts.append(f"credit {credit:g}")
+    if row["edge"] not in (None, "extends"):
+        facts.append(f"{row['edge']}: {row['cause']}")
+    facts += [f"{reward['name']} {reward['value']:g} by {reward['source']}" for reward in one.rewards]
+    node = under.add(Text.assemble(("assistant: ", "green"), _said(one.reply), (f"  [{', '.join(facts)}]", "dim")))
+    ids = one.output_ids.tolist()
+    tokens = Text("tokens: ", style="dim")
+    for text, logprob in list(zip(spell(ids), one.logprobs.tolist(), strict=True))[:200]:
+        tokens.append(text.replace("\n", "\\n") + "│", style=_colour(logprob))
+    node.add(tokens)
+
+
+def _said(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", part.get("type"))) for part in content)
+    calls = [
+        f"{call.get('function', {}).get('name')}({call.get('function', {}).get('arguments')})"
+        for call in message.get("tool_calls") or []
+    ]
+    text = " ".join([*([str(content)] if content else []), *calls])
+    return text if len(text) <= 500 else text[:499] + "…"
+
+
+def _colour(logprob: float) -> str:
+    """Red for a token that was unlikely, green for one that was certain."""
+    probability = math.exp(min(0.0, logprob))
+    return next(
+        colour
+        for least, colour in ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
+        if probability >= least
+    )
+
+
+def _plain(episode: Episode, credits_of: dict[str, float | None]) -> dict[str, Any]:
+    return {
+        **episode.row,
+        "rewards": episode.rewards,
+        "failures": episode.failures,
+        "interactions": [
+            {
+                **one.row,
+                "request": one.request,
+                "reply": one.reply,
+                "rewards": one.rewards,
+                "credit": credits_of.get(one.interaction_id),
+                "prompt_ids": one.prompt_ids.tolist(),
+                "output_ids": one.output_ids.tolist(),
+                "logprobs": one.logprobs.tolist(),
+                "versions": one.versions.tolist(),
+            }
+            for one in episode.interactions
+        ],
+    }
