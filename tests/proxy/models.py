@@ -22,3 +22,23 @@ def tiny_model(folder: Path, *, seed: int = 0, context: int = 256, scale: float 
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def misfits(model: Path, base: Path) -> dict[str, Path]:
+    """Checkpoints that must not be taken, by what is wrong with them."""
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    wrong = {
+        "shape": {**weights, name: weights[name][:-1]},
+        "missing": {n: tensor for n, tensor in weights.items() if n != name},
+        "unknown": {**weights, "model.extra": torch.zeros(3)},
+        "integers": {**weights, name: weights[name].int()},
+    }
+    for kind, tensors in wrong.items():
+        (base / kind).mkdir(parents=True)
+        save_file(tensors, base / kind / "model.safetensors")
+    (base / "cut").mkdir()
+    whole = (model / "model.safetensors").read_bytes()
+    (base / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (base / "empty").mkdir()
+    return {path.name: path for path in sorted(base.iterdir())}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of, until_idle
-from proxy.models import tiny_model
+from proxy.models import misfits, tiny_model
 from rollbook.proxy.embedded import EmbeddedEngine
 from rollbook.proxy.engine import Engine, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
@@ -33,32 +33,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def misfits(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Path]:
-    """Checkpoints that must not be taken, by what is wrong with them."""
-    base = tmp_path_factory.mktemp("misfits")
-    weights = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    wrong = {
-        "shape": {**weights, name: weights[name][:-1]},
-        "missing": {n: tensor for n, tensor in weights.items() if n != name},
-        "unknown": {**weights, "model.extra": torch.zeros(3)},
-        "integers": {**weights, name: weights[name].int()},
-    }
-    for kind, tensors in wrong.items():
-        (base / kind).mkdir()
-        save_file(tensors, base / kind / "model.safetensors")
-    (base / "cut").mkdir()
-    whole = (folder / "model.safetensors").read_bytes()
-    (base / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    (base / "empty").mkdir()
-    return {path.name: path for path in sorted(base.iterdir())}
+def misfitting(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> dict[str, Path]:
+    return misfits(folder, tmp_path_factory.mktemp("misfits"))
 
 
 class TestEmbedded(EngineContract):
     @pytest.fixture(autouse=True)
-    def _models(self, folder: Path, other: Path, misfits: dict[str, Path]) -> None:
+    def _models(self, folder: Path, other: Path, misfitting: dict[str, Path]) -> None:
         self.folder = folder
-        self.limits = Limits(new_weights=(str(other),), bad_weights=tuple(map(str, misfits.values())))
+        self.limits = Limits(new_weights=(str(other),), bad_weights=tuple(map(str, misfitting.values())))
 
     def make(self) -> AbstractAsyncContextManager[Engine]:
         return EmbeddedEngine(self.folder, device="cpu", threads=1)
@@ -291,7 +274,7 @@ async def test_each_token_carries_the_version_that_sampled_it(folder: Path, othe
 
 @pytest.mark.anyio
 async def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
-    engine: EmbeddedEngine, misfits: dict[str, Path]
+    engine: EmbeddedEngine, misfitting: dict[str, Path]
 ) -> None:
     said = {
         "cut": "could not read",
@@ -301,8 +284,8 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
         "shape": r"up_proj.weight is \(159, 64\)",
         "unknown": r"model.extra is \(3,\) of torch.float32, the model has no such tensor",
     }
-    assert said.keys() == misfits.keys()
-    for kind, path in misfits.items():
+    assert said.keys() == misfitting.keys()
+    for kind, path in misfitting.items():
         with pytest.raises(EngineFailed, match=said[kind]):
             await engine.load_weights(str(path), 1)
 

@@ -16,23 +16,6 @@ import numpy as np
 import torch
 
 from .engine import LogprobsMode, Sampling
-from .errors import BadRequest
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse what has no meaning, by name."""
-    limits = {
-        "temperature": (sampling.temperature >= 0, ">= 0"),
-        "top_p": (0 < sampling.top_p <= 1, "in (0, 1]"),
-        "min_p": (0 <= sampling.min_p <= 1, "in [0, 1]"),
-        "repetition_penalty": (sampling.repetition_penalty > 0, "> 0"),
-        "max_tokens": (sampling.max_tokens is None or sampling.max_tokens >= 1, ">= 1 or none"),
-        "frequency_penalty": (np.isfinite(sampling.frequency_penalty), "finite"),
-        "presence_penalty": (np.isfinite(sampling.presence_penalty), "finite"),
-    }
-    for name, (is_good, expected) in limits.items():
-        if not is_good:
-            raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
 
 
 @dataclass(kw_only=True)
@@ -60,7 +43,7 @@ def draw(
     temperatures = [one.sampling.temperature or 1.0 for one in dice]
     if any(t != 1.0 for t in temperatures):
         logits_BV.div_(torch.tensor(temperatures, device=device)[:, None])
-    cut = [i for i, one in enumerate(dice) if _is_cut(one.sampling)]
+    cut = [i for i, one in enumerate(dice) if _is_cut(one.sampling, logits_BV.shape[1])]
     if cut:
         logits_BV[cut] = _cut(logits_BV[cut], [dice[i].sampling for i in cut])
     probabilities_BV = torch.softmax(logits_BV, -1)
@@ -96,8 +79,8 @@ def _penalise(logits_V: torch.Tensor, one: Dice) -> None:
         logits_V[torch.tensor(sampling.stop_token_ids, device=logits_V.device)] = -torch.inf
 
 
-def _is_cut(sampling: Sampling) -> bool:
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+def _is_cut(sampling: Sampling, vocab_size: int) -> bool:
+    return sampling.temperature > 0 and (0 < sampling.top_k < vocab_size or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _cut(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:

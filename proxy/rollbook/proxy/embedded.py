@@ -36,8 +36,8 @@ import torch
 
 from rollbook.store.events import Int32s
 
-from .draw import Dice, check_sampling, draw
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled
+from .draw import Dice, draw
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
 from .kv import PrefixTree, Rows
 from .packed import NextTokens, PackedModel, Reading

@@ -1,0 +1,230 @@
+"""vLLM's HTTP surface as far as we use it, without a model: shapes and habits as seen from vLLM 0.32 on a CPU.
+
+What it samples is a function of the weights and of all ids so far, so that an answer that went on on another server,
+or after other weights, can be told from one that was made wrong. The real server runs the same contract in
+`make test-vllm`.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+
+def next_token(weights: str, ids: list[int]) -> tuple[int, float]:
+    """(id, logprob): never 2, unless the ids so far end in 77."""
+    if ids[-1] == 77:
+        return 2, -0.5
+    value = (sum(ids) * 31 + len(ids) * 17 + sum(weights.encode())) % 251 + 3
+    return value, -0.01 - value / 100
+
+
+@dataclass(eq=False)
+class FakeVLLM:
+    """One server; `lives` again at the same port after `die`."""
+
+    model: Path
+    max_model_len: int = 256
+    has_generate: bool = True
+    has_versions: bool = True
+    is_dev: bool = True
+    mode: str = "processed"
+    token_s: float = 0.001
+    dies_after: int | None = None  # tokens, all requests together
+    breaks_with: str | None = None  # an error event after one token
+    reports: str | None = None  # a version that nobody set
+    calls: list[str] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.weights = self.model.name
+        self.version = "default"
+        self._aborts: dict[str, asyncio.Event] = {}
+        self._transports: set[asyncio.Transport] = set()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+
+    async def live(self) -> None:
+        self._restart()
+        app = web.Application(middlewares=[self._note])
+        routes = [web.get("/health", self._ok), web.get("/v1/models", self._models)]
+        routes.append(web.post("/v1/completions", self._complete))
+        if self.has_generate:
+            routes.append(web.post("/inference/v1/generate", self._generate))
+        if self.is_dev:
+            routes += [
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.post("/abort_requests", self._abort),
+                web.post("/collective_rpc", self._rpc),
+                web.post("/reset_prefix_cache", self._reset),
+            ]
+        if self.is_dev and self.has_versions:
+            routes += [web.post("/update_weight_version", self._set_version), web.get("/weight_info", self._info)]
+        app.add_routes(routes)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def die(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            for site in [*runner.sites]:
+                await site.stop()
+            for transport in self._transports:
+                transport.abort()
+            await runner.cleanup()
+
+    @web.middleware
+    async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert request.transport is not None
+        self._transports.add(request.transport)
+        return await handler(request)
+
+    async def _fall_dead(self) -> None:
+        """In the middle of a request, which is never answered."""
+        self._dying = asyncio.create_task(self.die())
+        await asyncio.Event().wait()
+
+    async def _ok(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert request.query["mode"] == "keep"
+        self.calls.append("pause")
+        self._thawed.clear()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.calls.append("resume")
+        self._thawed.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        assert await request.json() == {}
+        self.calls.append("abort")
+        for event in self._aborts.values():
+            event.set()
+        return web.json_response({"status": "aborted"})
+
+    async def _rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        path = Path(body["kwargs"]["weights_path"])
+        self.calls.append(f"reload {path.name}")
+        if (path / "poison").exists():  # vLLM dies of weights it cannot read
+            await self._fall_dead()
+        self.weights = path.name
+        return web.json_response({"results": [None]})
+
+    async def _reset(self, request: web.Request) -> web.Response:
+        self.calls.append("reset")
+        return web.json_response({"success": True})
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        self.calls.append(f"version {self.version}")
+        return web.json_response({"success": True, "new_version": self.version})
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    def _refuse(self, message: str) -> web.Response:
+        return web.json_response({"error": {"message": message, "type": "BadRequestError", "code": 400}}, status=400)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if "token_ids" not in body:
+            return self._refuse("1 validation error: token_ids")
+        return await self._answer(request, body, body["token_ids"], body["sampling_params"])
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        assert body["return_token_ids"]
+        return await self._answer(request, body, body["prompt"], body)
+
+    async def _answer(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int], sampling: dict[str, Any]
+    ) -> web.StreamResponse:
+        if sampling["temperature"] > 2:
+            return self._refuse("temperature must be in [0, 2]")
+        if len(prompt) >= self.max_model_len:
+            return self._refuse("the prompt is longer than the maximum model length")
+        self.prompts.append(prompt)
+        self.bodies.append(body)
+        name, aborted = f"{id(request)}", asyncio.Event()
+        self._aborts[name] = aborted
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        ids, reason = list(prompt), None
+        try:
+            while reason is None:
+                waiting = [asyncio.ensure_future(event.wait()) for event in (aborted, self._thawed)]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in waiting:
+                    task.cancel()
+                if aborted.is_set():
+                    await self._event(answer, [], [], "abort")
+                    break
+                await asyncio.sleep(self.token_s)
+                token, logprob = next_token(self.weights, ids)
+                if sampling["top_k"] == 1 and self.mode == "processed":
+                    logprob = 0.0
+                ids.append(token)
+                if token in sampling["stop_token_ids"]:
+                    reason = "stop"
+                elif len(ids) - len(prompt) == sampling["max_tokens"]:
+                    reason = "length"
+                await self._event(answer, [token], [logprob], reason)
+                if self.dies_after is not None:
+                    self.dies_after -= 1
+                    if self.dies_after == 0:
+                        self.dies_after = None
+                        await self._fall_dead()
+                if self.breaks_with is not None:
+                    await answer.write(f"data: {json.dumps({'error': {'message': self.breaks_with}})}\n\n".encode())
+                    break
+            await answer.write(b"data: [DONE]\n\n")
+        finally:
+            del self._aborts[name]
+        return answer
+
+    async def _event(
+        self, answer: web.StreamResponse, ids: list[int], logprobs: list[float], reason: str | None
+    ) -> None:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "stop_reason": None, "token_ids": ids}
+        if self.has_generate:
+            content = [{"token_id": i, "logprob": x, "rank": 1} for i, x in zip(ids, logprobs, strict=True)]
+            choice["logprobs"] = {"content": content}
+            versions = [{"version": self.reports or self.version, "start": 0, "end": 1}]
+            choice["weight_versions"] = versions if reason and self.has_versions else None
+        else:
+            choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["?"] * len(ids)} if ids else None
+        await answer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+
+
+@asynccontextmanager
+async def serving(fake: FakeVLLM) -> AsyncIterator[FakeVLLM]:
+    await fake.live()
+    try:
+        yield fake
+    finally:
+        await fake.die()

@@ -1,0 +1,217 @@
+"""The adapter to vLLM keeps the seam's promises, against a faithful fake; `test_vllm_real.py` asks the real one."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
+from proxy.fake_vllm import FakeVLLM, next_token, serving
+from proxy.models import misfits, tiny_model
+from rollbook.proxy.engine import Engine, Sampled
+from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
+from rollbook.proxy.vllm import VLLMEngine
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("vllm") / "base")
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("vllm") / "other", seed=1)
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not claim():  # noqa: ASYNC110 - what is waited for happens on the other side of a socket
+            await anyio.sleep(0.001)
+
+
+def answer(weights: str, prompt: list[int], n: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(next_token(weights, ids)[0])
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("has_generate", [True, False], ids=["generate", "completions"])
+class TestVLLM(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, folder: Path, other: Path, tmp_path: Path, has_generate: bool) -> None:
+        self.folder = folder
+        self.has_generate = has_generate
+        bad = misfits(folder, tmp_path / "misfits")
+        self.limits = Limits(is_sampling=False, new_weights=(str(other),), bad_weights=tuple(map(str, bad.values())))
+
+    @asynccontextmanager
+    async def make(self) -> AsyncIterator[Engine]:  # type: ignore[override]
+        fake = FakeVLLM(self.folder, has_generate=self.has_generate)
+        async with serving(fake), VLLMEngine(self.folder, url=fake.url) as engine:
+            yield engine
+
+
+@asynccontextmanager
+async def engine_on(fake: FakeVLLM, **kwargs: float) -> AsyncIterator[VLLMEngine]:
+    async with serving(fake), VLLMEngine(fake.model, url=fake.url, **kwargs) as engine:  # type: ignore[arg-type]
+        yield engine
+
+
+@pytest.mark.anyio
+async def test_weights_change_in_the_order_that_loses_nothing(folder: Path, other: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        answers: list[list[Sampled]] = [[] for _ in range(4)]
+
+        async def ask(n: int) -> None:
+            async with aclosing(engine.generate(generation([5, 6, n], str(n), max_tokens=100))) as pieces:
+                async for piece in pieces:
+                    answers[n].append(piece)
+
+        async with anyio.create_task_group() as tasks:
+            for n in range(4):
+                tasks.start_soon(ask, n)
+            await until(lambda: all(len(pieces) >= 20 for pieces in answers))
+            fake.calls.clear()
+            await engine.load_weights(str(other), 7)
+            steps = [call for n, call in enumerate(fake.calls) if call != "abort" or fake.calls[n - 1] != "abort"]
+            assert steps == ["pause", "abort", "reload other", "reset", "version 7", "resume"]
+    for n, pieces in enumerate(answers):
+        old = sum(len(piece.ids) for piece in pieces if piece.version == 0)
+        assert {piece.version for piece in pieces} == {0, 7}
+        expected = answer("base", [5, 6, n], old)
+        expected += answer("other", [5, 6, n, *expected], 100 - old)
+        assert ids_of(pieces) == expected
+    assert all(body["cache_salt"] == "v7" for body in fake.bodies[-4:])
+
+
+@pytest.mark.anyio
+async def test_an_answer_goes_on_where_a_dead_server_left_it(folder: Path, other: Path) -> None:
+    fake = FakeVLLM(folder, dies_after=None)
+    async with engine_on(fake, start_s=5) as engine:
+        await engine.load_weights(str(other), 3)
+        fake.dies_after = 30
+
+        async def bring_back() -> None:
+            await until(lambda: fake.dies_after is None)
+            await anyio.sleep(0.4)
+            assert not (await engine.health()).is_ready
+            await fake.live()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bring_back)
+            got = await asyncio.gather(*(collect(engine, generation([9, n], str(n), max_tokens=40)) for n in range(3)))
+        assert (await engine.health()).is_ready
+        # The server came back with the weights it starts with, and was given those it had.
+        assert [ids_of(pieces) for pieces in got] == [answer("other", [9, n], 40) for n in range(3)]
+        assert {piece.version for pieces in got for piece in pieces} == {3}
+        assert all(len(ids_of(pieces)) == len(logprobs_of(pieces)) for pieces in got)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_does_not_come_back_is_said_to_be_gone(folder: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with engine_on(fake, start_s=0.5) as engine:
+        fake.dies_after = 5
+        asked = [collect(engine, generation([9, n], str(n), max_tokens=40)) for n in range(5)]
+        with anyio.fail_after(5):
+            got = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, EngineUnavailable) and one.retry_after_s for one in got)
+        health = await engine.health()
+        assert (health.is_ready, "no vLLM at" in (health.reason or "")) == (False, True)
+
+
+@pytest.mark.anyio
+async def test_weights_that_kill_the_server_leave_the_old_ones_answering(folder: Path, tmp_path: Path) -> None:
+    poison = tiny_model(tmp_path / "poison", seed=2)
+    (poison / "poison").touch()
+    fake = FakeVLLM(folder)
+    async with engine_on(fake, start_s=5) as engine:
+
+        async def bring_back() -> None:
+            await until(lambda: "reload poison" in fake.calls)
+            await anyio.sleep(0.3)
+            await fake.live()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bring_back)
+            with pytest.raises(EngineFailed, match=r"poison .*the old weights answer"):
+                await engine.load_weights(str(poison), 1)
+        pieces = await collect(engine, generation([4], max_tokens=10))
+        assert (ids_of(pieces), pieces[0].version) == (answer("base", [4], 10), 0)
+
+
+@pytest.mark.anyio
+async def test_a_request_that_breaks_the_server_each_time_is_refused(folder: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        fake.breaks_with = "CUDA error: an illegal memory access"
+        with pytest.raises(EngineFailed, match="broke off: CUDA error"):
+            await collect(engine, generation([4], max_tokens=10))
+
+
+@pytest.mark.anyio
+async def test_a_version_that_somebody_else_set_is_an_error(folder: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        fake.reports = "12"
+        with pytest.raises(EngineFailed, match=r"version 12 answered, expected 0: somebody else"):
+            await collect(engine, generation([4], max_tokens=10))
+
+
+@pytest.mark.anyio
+async def test_what_the_logprobs_are_of_is_found_out(folder: Path) -> None:
+    async with engine_on(FakeVLLM(folder)) as engine:
+        assert engine.logprobs_mode == "processed"
+    async with engine_on(FakeVLLM(folder, mode="raw")) as engine:
+        assert engine.logprobs_mode == "raw"
+
+
+@pytest.mark.anyio
+async def test_a_server_without_dev_routes_answers_but_takes_no_weights(folder: Path, other: Path) -> None:
+    async with engine_on(FakeVLLM(folder, is_dev=False)) as engine:
+        assert ids_of(await collect(engine, generation([4], max_tokens=5))) == answer("base", [4], 5)
+        with pytest.raises(EngineFailed, match="VLLM_SERVER_DEV_MODE=1"):
+            await engine.load_weights(str(other), 1)
+
+
+@pytest.mark.anyio
+async def test_what_vllm_refuses_is_a_bad_request(folder: Path) -> None:
+    async with engine_on(FakeVLLM(folder)) as engine:
+        with pytest.raises(BadRequest, match=r"temperature must be in \[0, 2\]"):
+            await collect(engine, generation([4], max_tokens=5, temperature=3.0))
+
+
+@pytest.mark.anyio
+async def test_a_server_that_does_not_start_says_why(folder: Path, tmp_path: Path) -> None:
+    engine = VLLMEngine(folder, python=sys.executable, args=("--no-such-flag",), output=tmp_path / "out", start_s=30)
+    with pytest.raises(EngineUnavailable, match=r"ended while it started .*out\)"):
+        async with engine:
+            pass
+
+
+def test_a_tethered_command_ends_when_its_holder_is_killed(tmp_path: Path) -> None:
+    sleeper = f"import os,time; open({str(tmp_path / 'pid')!r},'w').write(str(os.getpid())); time.sleep(60)"
+    command = [sys.executable, "-m", "rollbook.proxy.tether", sys.executable, "-c", sleeper]
+    holder = f"import subprocess,time; subprocess.Popen({command!r}, stdin=subprocess.PIPE); time.sleep(60)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", holder], env=env)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
