@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from .credit import Fork, Scheme, credit_query
 from .directory import DirectoryLog
 from .errors import BookBusy
 from .events import Float32s, Int32s, Messages, decode_messages
@@ -142,6 +143,28 @@ class Book:
                 cursor.register(name, table)
             relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
             return pa.table({}) if relation is None else relation.to_arrow_table()
+
+    def credits(
+        self,
+        scheme: Scheme = "tree",
+        gamma: float = 1.0,
+        fork: Fork = "mean",
+        reward: str | None = None,
+        *,
+        compacts: bool = True,
+        episode_ids: Sequence[str] | None = None,
+    ) -> pa.Table:
+        """(interaction_id, credit) of all interactions, or of those of some episodes; see `credit.py`.
+
+        credit is NULL where it is missing. reward: a name or an SQL expression; None: the name 'reward'. compacts:
+        whether credit crosses compaction. Raises BadSelection.
+        """
+        if episode_ids is None:
+            return self.sql(credit_query(scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts))
+        query = credit_query(
+            scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts, episodes="select id from _wanted"
+        )
+        return self.sql(query, _wanted=pa.table({"id": pa.array(list(episode_ids), pa.string())}))
 
     def nodes(self, interaction_ids: Iterable[str]) -> Nodes:
         """The trees of these interactions, ready to be packed; see `stream.Nodes`."""
