@@ -169,6 +169,18 @@ def test_gather_gives_the_rows_asked_for_in_that_order(
         log.close()
 
 
+def test_a_frame_holds_its_event_and_says_where_it_begins(log: Log) -> None:
+    log.append_blocking(*(interaction() for _ in range(3)))
+    log.append_blocking(*(interaction() for _ in range(4)))
+    for position in range(7):
+        first, batch, size_bytes = log.frame("first", position)
+        assert batch["position"].to_pylist() == list(range(first, first + batch.num_rows))
+        assert first <= position < first + batch.num_rows
+        assert size_bytes >= 0
+    with pytest.raises(KeyError, match="position 7 of writer 'first'"):
+        log.frame("first", 7)
+
+
 def test_gather_names_what_is_not_there(log: Log) -> None:
     log.append_blocking(interaction())
     for pointer in (("first", 1), ("first", -1), ("nobody", 0)):

@@ -11,12 +11,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.to_thread
 import pytest
 
 import store_load
@@ -433,6 +435,57 @@ def test_a_reader_never_touches_a_tail_that_is_being_written(torn: Torn) -> None
         assert n == (3 if size == len(whole) else 2)
         assert segment.stat().st_size == size
     assert from_batch(list(reader.read())[2])[0].event_id == events[2].event_id
+
+
+@pytest.mark.anyio
+async def test_followers_wait_until_an_event_is_durable(tmp_path: Path) -> None:
+    """Else a power cut could take away what others have acted on."""
+    is_allowed, has_begun, has_read = threading.Event(), threading.Event(), anyio.Event()
+    is_allowed.set()
+
+    def sync(fd: int) -> None:
+        has_begun.set()
+        is_allowed.wait(10)
+        os.fdatasync(fd)
+
+    path = tmp_path / "book"
+    log = DirectoryLog(path, "w", sync=sync)
+    await log.append(interaction())
+    seen: list[tuple[int, float]] = []
+
+    async def follow() -> None:
+        async for batch in DirectoryLog(path).follow():
+            seen.extend((p, time.monotonic()) for p in batch["position"].to_pylist())
+            has_read.set()
+            if len(seen) == 2:
+                return
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(follow)
+        await has_read.wait()
+        is_allowed.clear()
+        has_begun.clear()
+        tasks.start_soon(log.append, interaction())
+        await anyio.to_thread.run_sync(has_begun.wait)  # the frame is in the file
+        await anyio.sleep(0.04)
+        allowed_at = time.monotonic()
+        is_allowed.set()
+    assert [p for p, _ in seen] == [0, 1]
+    assert seen[1][1] > allowed_at
+    assert sum(b.num_rows for b in log.read()) == 2
+    log.close()
+
+
+def test_what_a_killed_writer_could_not_call_durable_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    log = DirectoryLog(path, "w")
+    log.append_blocking(interaction())
+    log.append_blocking(interaction())
+    log.close()
+    (path / "log" / "w" / "synced").write_bytes((1).to_bytes(8, "little"))
+    assert len(found(path, "w")) == 2
+    (path / "log" / "w" / "synced").unlink()
+    assert len(found(path, "w")) == 2
 
 
 # ---- the folder

@@ -36,7 +36,7 @@ def read_all(log: DirectoryLog) -> list[tuple[int, Event]]:
 
 
 def files(path: Path, kind: str) -> list[Path]:
-    return sorted(p for p in (path / kind / "w").iterdir() if not p.name.startswith("."))
+    return sorted(p for p in (path / kind / "w").iterdir() if p.suffix in (".log", ".parquet"))
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

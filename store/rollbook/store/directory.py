@@ -2,6 +2,7 @@
 
     BOOK/book.json                                 which format the book has
     BOOK/log/<writer>/<first>.log                  segments of frames; only the last one of a writer grows
+    BOOK/log/<writer>/synced                       how far its events are durable, for readers in other processes
     BOOK/sealed/<writer>/<first>-<next>.parquet    older segments, compressed in the background
 
 Appends go to one thread, which takes what is waiting, writes it as one frame, syncs once and answers everybody
@@ -40,7 +41,7 @@ from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, Log
 from .events import SCHEMA, Event, check, to_batch
 from .log import START, Cursor, Frame, advance
 from .sealing import SealingStopped, seal, sync_folder
-from .segments import Chain, Sealed, Segment, log_name
+from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
 
 FORMAT = 1
 """Of the directory. A reader refuses a newer one by name."""
@@ -50,11 +51,10 @@ _WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DRAIN_EVENTS = 512
 _DRAIN_BYTES = 32 << 20
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
+_PATIENCE_S = 0.1  # followers wait for a writer to say that a frame is synced, then sync it themselves
 _PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
 _VIEW_COST = 20_000  # what a kept frame of a mapped file costs: Arrow's objects, no data
 _KEY_SETS = 16  # closed segments whose ids are kept sorted in memory; others are read again when needed
-
-fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class DirectoryLog:
             sync_folder(folder.parent)
             sync_folder(self.path)
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._fd = -1
+        self._fd = self._synced_fd = -1
         try:
             try:
                 fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,11 +257,16 @@ class DirectoryLog:
             else:
                 self._begin_segment(chain)
             self._seen = SeenIds(chain)
+            self._synced_fd = os.open(folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._say_synced(chain.next)
         except BaseException:
-            if self._fd >= 0:
-                os.close(self._fd)
-            os.close(self._folder_fd)
+            for fd in (self._fd, self._synced_fd, self._folder_fd):
+                if fd >= 0:
+                    os.close(fd)
             raise
+
+    def _say_synced(self, next_: int) -> None:
+        os.pwrite(self._synced_fd, next_.to_bytes(8, "little"), 0)
 
     def _cut(self, last: Segment, fault: str | None) -> None:
         size = os.fstat(self._fd).st_size
@@ -422,6 +427,7 @@ class DirectoryLog:
                 if n:
                     left = [memoryview(left[0])[n:], *left[1:]]
             self._sync(self._fd)
+            self._say_synced(frame.first + frame.rows)
         except OSError:
             with contextlib.suppress(OSError):  # the next opener would cut it too
                 os.ftruncate(self._fd, segment.end)
@@ -453,10 +459,13 @@ class DirectoryLog:
 
     def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
         self._refresh()
+        yield from self._read_listed(cursor)
+
+    def _read_listed(self, cursor: Cursor) -> Iterator[pa.RecordBatch]:
         for writer, chain in sorted(self._chains.items()):
             yield from chain.batches(cursor.get(writer, 0))
 
-    def _refresh(self) -> None:
+    def _refresh(self, patience_s: float = 0.0) -> None:
         with self._reading:
             writers = {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}
             for writer in writers:
@@ -465,7 +474,7 @@ class DirectoryLog:
                 # Our own segments are listed as they become durable.
                 if writer in self._chains and (writer != self._writer or self._is_closed):
                     before = self._chains[writer].segments
-                    self._chains[writer].refresh()
+                    self._chains[writer].refresh(patience_s)
                     for segment in before:
                         if self._parsed and segment not in self._chains[writer].segments:
                             self._forget(segment)
@@ -474,10 +483,10 @@ class DirectoryLog:
         wait_s = _POLL_S[0]
         while True:
             is_last = self._is_closed
-            self._refresh()
+            self._refresh(_PATIENCE_S)
             if any(chain.next > cursor.get(writer, 0) for writer, chain in list(self._chains.items())):
                 wait_s = _POLL_S[0]
-                batches = self.read(cursor)
+                batches = self._read_listed(cursor)
                 # In a thread: what is far behind comes from a disk.
                 while (batch := await anyio.to_thread.run_sync(next, batches, None)) is not None:
                     cursor = advance(cursor, batch)
@@ -618,6 +627,7 @@ class DirectoryLog:
         if self._thread is not None:
             self._thread.join()
             os.close(self._fd)
+            os.close(self._synced_fd)
             os.close(self._folder_fd)  # gives the writer's name back
         with self._reading:
             self._chains.clear()  # reading goes on to work: it lists the files anew

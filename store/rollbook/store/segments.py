@@ -11,9 +11,10 @@ kinds have one shape here: numbered frames, which are record batches in order of
 import functools
 import os
 import threading
+import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,20 @@ from ._version import __version__
 from .errors import BookTooNew, LogCorrupt
 from .events import SCHEMA
 
+fdatasync: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
+
 Ids = tuple["np.ndarray[Any, Any]", pa.Array]
 """Event ids in order: their fingerprints (see `frames.id_keys`) and themselves."""
+
+
+SYNCED = "synced"
+"""Beside a writer's logs: the position up to which its events are durable, 8 bytes, little-endian.
+
+Without it a reader in another process could act on an event that a power cut then takes away, and that others take
+the position of. It is a hint that may lag behind, after a power cut far: see `Segment.extend`.
+"""
+
+NOT_SYNCED = "not synced yet"
 
 
 def log_name(first: int) -> str:
@@ -70,6 +83,7 @@ class Segment:
         # thread that took either first goes on with it.
         self._file: _File | None = _File(path)
         self._map: pa.Buffer | None = None
+        self._waiting_since = 0.0  # when a frame was first seen that its writer has not said to be synced
         self._verified: bytearray | None = None  # one flag per frame; None where all were verified when listed
 
     def close(self) -> None:
@@ -90,8 +104,12 @@ class Segment:
         self.end += frame.size
         self.next = frame.first + frame.rows
 
-    def extend(self) -> str | None:
-        """List what a growing segment has beyond `end`, verified.
+    def extend(self, synced: int | None = None, patience_s: float = 0.0) -> str | None:
+        """List what a growing segment has beyond `end`, verified and durable.
+
+        synced: the position up to which the writer has said that events are durable; None where they are known to
+        be. A frame beyond it is waited for until it has been seen for `patience_s`, then it is synced from here: its
+        writer may have died before it could say so.
 
         Returns why it stopped before the end of the file, None if it did not. Raises LogCorrupt where good frames
         follow a bad one: a torn tail has nothing after it, since a frame is synced before the next is begun.
@@ -113,6 +131,13 @@ class Segment:
                         f"{self.path} at offset {self.end}: {fault}, but a good frame follows at "
                         f"{self.end + later}; this is damage, not an interrupted write: restore the file from a copy"
                     )
+            if synced is not None and frame.first + frame.rows > synced:
+                self._waiting_since = self._waiting_since or time.monotonic()
+                if time.monotonic() - self._waiting_since < patience_s:
+                    return NOT_SYNCED
+                fdatasync(self._file.fd)  # all of `size` is durable then
+                synced = None
+            self._waiting_since = 0.0
             self.add(frame)
         return None
 
@@ -337,21 +362,31 @@ class Chain:
         self.folder = book / "log" / writer
         self.sealed_folder = book / "sealed" / writer
         self.segments: list[Segment | Sealed] = []
+        self._synced: _File | None = None
 
     @property
     def next(self) -> int:
         return self.segments[-1].next if self.segments else 0
 
-    def refresh(self) -> str | None:
-        """List what the writer has written since. Returns why the last segment's tail was left out, if it was."""
+    def refresh(self, patience_s: float = 0.0) -> str | None:
+        """List what the writer has made durable since. Returns why the last segment's tail was left out, if it was."""
         last = self.segments[-1] if self.segments else None
         if isinstance(last, Segment):
-            fault = last.extend()
+            fault = last.extend(self._read_synced(), patience_s)
             if (last.next == last.first or not (self.folder / log_name(last.next)).exists()) and not last.is_unlinked:
                 return fault
         self._list()
         last = self.segments[-1] if self.segments else None
-        return last.extend() if isinstance(last, Segment) else None
+        return last.extend(self._read_synced(), patience_s) if isinstance(last, Segment) else None
+
+    def _read_synced(self) -> int:
+        """What the writer said last, see `SYNCED`; 0 where it never did."""
+        if self._synced is None:
+            try:
+                self._synced = _File(self.folder / SYNCED)
+            except FileNotFoundError:
+                return 0
+        return int.from_bytes(os.pread(self._synced.fd, 8, 0), "little")
 
     def _list(self) -> None:
         """Read the folders. A log may be sealed and removed while we look: then we look again."""
