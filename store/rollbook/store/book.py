@@ -8,7 +8,7 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,9 @@ from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
+
+_ROWS_AT_ONCE = 8192
+"""Rows whose trees `packs` looks up with one query."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +185,17 @@ class Book:
         Raises KeyError for an id that the book does not have.
         """
         nodes = self.nodes(interaction_ids)
-        place = {name: row for row, name in enumerate(nodes.interaction_ids)}
-        missing = [name for name in interaction_ids if name not in place]
-        if missing:
-            raise KeyError(
-                f"no interaction {missing[0]!r} in this book ({len(missing)} of {len(interaction_ids)} asked)"
-            )
-        return nodes.load([place[name] for name in interaction_ids], form=form)
+        return nodes.load(nodes.find(interaction_ids), form=form)
+
+    def packs(self, interaction_ids: Sequence[str], *, max_tokens: int, form: Form = "individual") -> Iterator[Tokens]:
+        """`load` in pieces of at most `max_tokens` tokens, in order; a longer row comes alone.
+
+        Raises KeyError for an id that the book does not have.
+        """
+        for at in range(0, len(interaction_ids), _ROWS_AT_ONCE):
+            wanted = interaction_ids[at : at + _ROWS_AT_ONCE]
+            nodes = self.nodes(wanted)
+            yield from nodes.packs(nodes.find(wanted), max_tokens=max_tokens, form=form)
 
     def batch(self, batch_id: str, *, form: Form = "individual") -> tuple[pa.Table, Tokens]:
         """What a learner took: interaction_id, credit, advantage and weight of each row, and their tokens.

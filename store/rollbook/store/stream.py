@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .errors import LogCorrupt
 from .events import Float32s, Int32s
@@ -172,6 +173,8 @@ def _places(batch: pa.RecordBatch) -> tuple[Longs, Longs]:
     return addresses, lengths
 
 
+_FEW = 64  # frames, and rows in them
+
 _FIRST, _STOP, _ROW, _TICK, _MEMORY, _MAPPED = range(6)
 
 
@@ -196,18 +199,37 @@ class _Frames:
 
     def insert(self, frames: list[Frame], tick: int) -> None:
         """Hold more frames; what they overlap (a segment sealed since) is let go."""
-        added = np.empty((len(frames), 6), np.int64)
-        for i, (first, batch, size_bytes) in enumerate(frames):
-            n = batch.num_rows
-            while self.n_rows + n > len(self.addresses):
-                self.addresses = np.resize(self.addresses, (2 * len(self.addresses), 4))
-                self.lengths = np.resize(self.lengths, (2 * len(self.lengths), 2))
-            rows = slice(self.n_rows, self.n_rows + n)
-            self.addresses[rows], self.lengths[rows] = _places(batch)
-            mapped = 0 if size_bytes else batch.get_total_buffer_size()
-            added[i] = first, first + n, self.n_rows, tick, size_bytes, mapped
-            self.batches[self.n_rows] = batch
-            self.n_rows += n
+        batches = [frame.batch for frame in frames]
+        n_rows = [batch.num_rows for batch in batches]
+        if len(frames) <= _FEW and sum(n_rows) <= _FEW:
+            # A session just finished, each turn a commit of its own. To copy these little frames together costs less
+            # than to look into each of them.
+            joined = pa.concat_batches([batch.select(_TOKEN_COLUMNS) for batch in batches])
+            sizes = [(joined.get_total_buffer_size() // len(frames), 0)] * len(frames)
+            batches = [joined] * len(frames)
+            places = [_places(joined)]
+        else:
+            sizes = [(f.size_bytes, 0 if f.size_bytes else f.batch.get_total_buffer_size()) for f in frames]
+            places = [_places(batch) for batch in batches]
+        total = sum(n_rows)
+        while self.n_rows + total > len(self.addresses):
+            self.addresses = np.resize(self.addresses, (2 * len(self.addresses), 4))
+            self.lengths = np.resize(self.lengths, (2 * len(self.lengths), 2))
+        at = self.n_rows
+        for addresses, lengths in places:
+            self.addresses[at : at + len(addresses)] = addresses
+            self.lengths[at : at + len(lengths)] = lengths
+            at += len(addresses)
+        rows = list(accumulate(n_rows[:-1], initial=self.n_rows))
+        self.batches.update(zip(rows, batches, strict=True))
+        self.n_rows += total
+        added = np.array(
+            [
+                (frame.first, frame.first + n, row, tick, *size)
+                for frame, n, row, size in zip(frames, n_rows, rows, sizes, strict=True)
+            ],
+            np.int64,
+        )
         held = self.table
         after = np.searchsorted(held[:, _STOP], added[:, _FIRST], side="right")
         before = np.searchsorted(held[:, _FIRST], added[:, _STOP], side="left")
@@ -256,15 +278,16 @@ class Payloads:
         self._tick = 0
         self._lock = threading.Lock()
 
-    def locate(self, writers: pa.ChunkedArray, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
+    def locate(self, writers: pa.Array, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
         """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, lengths [N, 2] of the first two, and the
         batches that must be held while the addresses are used. Raises KeyError for an event that is not there."""
-        codes = writers.combine_chunks().dictionary_encode()
-        names = codes.dictionary.to_pylist()
         with self._lock:
             self._tick += 1
-            if len(names) == 1:
-                return self._locate(names[0], positions)
+            ends = pc.min_max(writers).as_py()
+            if ends["min"] == ends["max"] and len(positions):
+                return self._locate(ends["min"], positions)
+            codes = writers.dictionary_encode()
+            names = codes.dictionary.to_pylist()
             addresses, lengths = np.empty((len(positions), 4), np.int64), np.empty((len(positions), 2), np.int64)
             held: list[pa.RecordBatch] = []
             for code, writer in enumerate(names):
@@ -324,7 +347,7 @@ class Nodes:
     """N interactions and all above them whose tokens they share, with the places of what each brought."""
 
     interaction_ids: list[str]
-    parent: Int32s  # index, -1 for none
+    parent: Longs  # index, -1 for none
     is_continuing: Bools  # `extends`, or `retries`, which takes the place of its parent: outputs above stay trained
     n_shared: Longs
     n_prompt: Longs
@@ -335,16 +358,12 @@ class Nodes:
     @classmethod
     def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
         """From rows of `interactions` (NODE_COLUMNS), which must hold every parent that shares tokens."""
-        ids = table.column("interaction_id").combine_chunks()
-        parents = table.column("parent_id").combine_chunks()
-        found = pa.compute.index_in(parents, ids) if len(ids) else pa.array([], pa.int32())
-        parent = found.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
-        edges = table.column("edge").combine_chunks()
-        continuing = pa.compute.is_in(edges, _CONTINUING).to_numpy(zero_copy_only=False)
-        n_shared, n_prompt, n_output = (
-            table.column(name).to_numpy().astype(np.int64) for name in ("n_shared", "n_prompt", "n_output")
-        )
-        addresses, lengths, held = payloads.locate(table.column("writer"), table.column("position").to_numpy())
+        ids, parents, edges, *sizes, writers, positions = (_array(table.column(name)) for name in NODE_COLUMNS)
+        found = pc.index_in(parents, ids)
+        parent = found.to_numpy(zero_copy_only=False) if not found.null_count else found.fill_null(-1).to_numpy()
+        continuing = pc.is_in(edges, _CONTINUING).to_numpy(zero_copy_only=False)
+        n_prompt, n_shared, n_output = (column.to_numpy().astype(np.int64) for column in sizes)
+        addresses, lengths, held = payloads.locate(writers, positions.to_numpy())
         names = ids.to_pylist()
         orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
         if len(orphans):
@@ -356,10 +375,20 @@ class Nodes:
                 f"{names[i]}: the views say {n_prompt[i] - n_shared[i]} new prompt and {n_output[i]} output tokens, "
                 f"the log has {lengths[i, 0]} and {lengths[i, 1]}; rebuild the views"
             )
-        return cls(names, parent, continuing, n_shared, n_prompt, n_output, addresses, held)
+        return cls(names, parent.astype(np.int64), continuing, n_shared, n_prompt, n_output, addresses, held)
 
     def __len__(self) -> int:
         return len(self.interaction_ids)
+
+    def find(self, interaction_ids: Sequence[str]) -> Longs:
+        """Where these are among the nodes. Raises KeyError for one that is not."""
+        found = pc.index_in(pa.array(interaction_ids, pa.string()), pa.array(self.interaction_ids, pa.string()))
+        if found.null_count:
+            missing = [name for name, k in zip(interaction_ids, found.to_pylist(), strict=True) if k is None]
+            raise KeyError(
+                f"no interaction {missing[0]!r} in this book ({len(missing)} of {len(interaction_ids)} asked)"
+            )
+        return found.to_numpy().astype(np.int64)
 
     def load(self, rows: Sequence[int] | Longs | None = None, *, form: Form = "individual") -> Tokens:
         """The rows that end at these nodes (default: all nodes), packed in this order."""
@@ -411,7 +440,7 @@ class Nodes:
             shared = self.n_shared[node]
             limit = np.minimum(limit, shared)
             trained = trained & self.is_continuing[node] if every_output else np.zeros(len(node), np.bool_)
-            node = self.parent[node].astype(np.int64)
+            node = self.parent[node]
             up = limit > 0
             if not up.all():
                 row, node, limit, trained = row[up], node[up], limit[up], trained[up]
@@ -439,7 +468,7 @@ class Nodes:
         Prompts that begin alike are one there, too: the prompt of a group, or of samples of one request.
         """
         chosen = np.arange(len(self)) if rows is None else np.unique(np.asarray(rows, np.int64))
-        parent, shared = self.parent.astype(np.int64), self.n_shared.copy()
+        parent, shared = self.parent.copy(), self.n_shared.copy()
         is_used = np.zeros(len(self), np.bool_)
         level = chosen
         while len(level):
@@ -555,6 +584,10 @@ class Nodes:
                     f"{self.interaction_ids[end]}: its deltas give {have[r]} tokens, expected {expected}; "
                     "run `rollbook verify`"
                 )
+
+
+def _array(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _pack(lengths: Longs, prompts: Longs, outputs: Longs, is_trained: Bools) -> tuple[Int32s, Bools, Float32s, Int32s]:
