@@ -90,6 +90,7 @@ class Talk:
 
     async def items(self, messages: list[dict[str, Any]], **request: Any) -> list[Piece | Reply]:
         request.setdefault("sampling", Sampling())
+        request.setdefault("extra", {"return_token_ids": True})
         asked = Request(dialect=request.pop("dialect", "chat"), messages=messages, **request)
         async with aclosing(self.capture.stream(self.episode, asked)) as stream:  # type: ignore[type-var]
             return [item async for item in stream]

@@ -39,7 +39,7 @@ from rollbook.store.tree import DEFAULT_RULES, Match, Rules, TreeIndex
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, FinishReason, Generation, Sampled, Sampling, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, NotFound, ProxyError
 from .parsing import Cut, Parser, Reader
-from .render import History, Renderer, Turn, Ways, thoughts_in
+from .render import History, Path, Renderer, Turn, Ways, thoughts_in
 from .request import Message, Piece, Reply, Request, Tool, ToolCall
 from .tokenizer import Tokenizer
 
@@ -47,7 +47,7 @@ _ID_PREFIX = {"chat": "chatcmpl", "responses": "resp", "messages": "msg", "compl
 _LONG = 20_000  # characters; a text above this is tokenised in a thread
 _SYSTEM = ("system", "developer")
 
-_PATHS_SIZE = 8 << 20  # bytes of whole paths that are kept for the next turn
+_PATHS_SIZE = 2 << 20  # tokens of whole paths that are kept for the next turn
 
 T = TypeVar("T")
 
@@ -171,11 +171,15 @@ class _Prompt:
     """Where a request stands, and what the engine gets."""
 
     match: Match
-    ids: Int32s
+    path: Path
     shared: int
     edge: Edge | None
     cause: str | None
     parent: Node | None
+
+    @property
+    def ids(self) -> Int32s:
+        return self.path.ids
 
 
 # ---------------------------------------------------------------- the core
@@ -206,7 +210,7 @@ class Capture:
             variables=settings.template,
         )
         self._max_context: int | None = None
-        self._paths: OrderedDict[Node, Int32s] = OrderedDict()  # whole paths of the newest nodes
+        self._paths: OrderedDict[Node, Path] = OrderedDict()  # whole paths of the newest nodes
         self._paths_size = 0
 
     def open(self, episode_id: str, *, run_id: str | None = None) -> Episode:
@@ -253,6 +257,7 @@ class Capture:
             sampling = call.sampling = await self._sampling(request, len(prompt.ids))
             yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
             reader = call.reader = self._reader(request, prompt.ids, sampling)
+            call.reads_at_end = not (request.is_stream or request.stop)
             generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
             async with aclosing(self._engine.generate(generation)) as sampled:  # type: ignore[type-var]
                 async for some in sampled:
@@ -266,7 +271,7 @@ class Capture:
                 raise EngineFailed("the engine's stream ended without a finish reason; ask again")
             if call.finish_reason == "abort":
                 raise EngineUnavailable("the engine stopped before the answer was whole; ask again", retry_after_s=1)
-            for piece in reader.finish():
+            for piece in call.finish_reading():
                 yield piece
         except ProxyError as error:
             await self._record_failure(episode, request, error, call, prompt, delivered)
@@ -297,7 +302,7 @@ class Capture:
             match = episode.tree.resolve([{"role": "user", "content": raw if isinstance(raw, str) else str(raw)}])
             match = msgspec.structs.replace(match, parent_id=None, n_matched=0, edge=None, kept=None)
             ids = await _aside(len(raw), partial(self.renderer.raw, raw))
-            return _Prompt(match, ids, 0, None, None, None)
+            return _Prompt(match, Path(ids), 0, None, None, None)
         if parent_id is not None:
             parent = episode.nodes.get(parent_id)
             if parent is None:
@@ -313,19 +318,22 @@ class Capture:
         repeated = episode.nodes.get(match.repeats_id or "")
         if repeated is not None and repeated.is_orphan and not repeated.has_children:
             match = msgspec.structs.replace(match.as_retry(), kept=repeated.n_messages)
-            ids = self._path(repeated)[: repeated.n_prompt]
-            return _Prompt(match, ids, repeated.n_prompt, "retries", match.cause, repeated)
+            path = Path(repeated.path()[: repeated.n_prompt])
+            return _Prompt(match, path, repeated.n_prompt, "retries", match.cause, repeated)
         parent = episode.nodes[match.parent_id] if match.parent_id is not None else None
         n_chars = _size(match.messages[match.n_matched :])
         if parent is None:
             root = partial(self.renderer.root, match.messages, request.tools, variables)
-            return _Prompt(match, await _aside(n_chars, root), 0, None, match.cause, None)
+            return _Prompt(match, Path(await _aside(n_chars, root)), 0, None, match.cause, None)
         whole: Callable[[], list[Message]] = partial(list, match.messages)
         if parent_id is not None and match.n_matched <= parent.n_messages:  # only what is new came
             whole, n_chars = partial(self._whole, episode, parent, match), max(n_chars, _LONG)
-        child = partial(self.renderer.child, self._turn(episode, parent), match, whole, request.tools, variables)
+        path = self._path(parent)
+        turn = self._turn(episode, parent, path)
+        child = partial(self.renderer.child, turn, match, whole, request.tools, variables)
         rendered = await _aside(n_chars, child)
-        return _Prompt(match, rendered.ids, rendered.shared, rendered.edge, rendered.cause, parent)
+        path = path.plus(rendered.more, kept=rendered.kept)
+        return _Prompt(match, path, rendered.shared, rendered.edge, rendered.cause, parent)
 
     def _begins_anew(self, parent: Node, request: Request, episode: Episode) -> bool:
         """Whether a request that names its parent brings another system message or other tools."""
@@ -362,12 +370,10 @@ class Capture:
     def _whole(self, episode: Episode, parent: Node, match: Match) -> list[Message]:
         return [*self._told(episode, parent), *map(dict, match.messages[match.n_matched :])]
 
-    def _turn(self, episode: Episode, node: Node) -> Turn:
-        path = self._path(node)
-        n_prompt = node.n_prompt
+    def _turn(self, episode: Episode, node: Node, path: Path) -> Turn:
         return Turn(
-            prompt_ids=path[:n_prompt],
-            output_ids=path[n_prompt:],
+            path_ids=path.ids,
+            n_prompt=node.n_prompt,
             n_messages=node.n_messages,
             reply=partial(episode.tree.reply, node.interaction_id),
             call_names=node.call_names,
@@ -378,26 +384,25 @@ class Capture:
             above=node.above,
         )
 
-    def _path(self, node: Node) -> Int32s:
-        """A node's path; the latest are kept whole, since the next turn asks for them."""
+    def _path(self, node: Node) -> Path:
+        """A node's path; the newest are kept, since the next turn asks for them."""
         path = self._paths.pop(node, None)
         if path is None:
-            return node.path()
-        self._paths_size -= path.nbytes
+            return Path(node.path())
+        self._paths_size -= path.n
         return path
 
-    def _keep_path(self, node: Node, path: Int32s) -> None:
+    def _keep_path(self, node: Node, path: Path) -> None:
         self._paths[node] = path
-        self._paths_size += path.nbytes
+        self._paths_size += path.n
         while self._paths_size > _PATHS_SIZE:
-            self._paths_size -= self._paths.popitem(last=False)[1].nbytes
+            self._paths_size -= self._paths.popitem(last=False)[1].n
 
     async def _sampling(self, request: Request, n_prompt: int) -> Sampling:
         """What the engine is asked for: the client's wishes, within the context that is left."""
         check_sampling(request.sampling)
         if self._max_context is None:
-            limits = ((await self._engine.health()).max_context, self._tokenizer.max_length)
-            self._max_context = min(limit for limit in limits if limit is not None)
+            self._max_context = (await self._engine.health()).max_context
         most = self._max_context
         if request.max_total_tokens is not None:
             most = min(most, request.max_total_tokens)
@@ -442,6 +447,7 @@ class Capture:
         also: tuple[Event, ...] = (),
     ) -> None:
         """Make the answer durable and known. reached: output tokens that the client got, where it did not get all."""
+        call.finish_reading()
         match, reply = prompt.match, call.message()
         is_orphan = reached is not None
         is_complete = call.n_claimed is None or call.n_claimed == call.n_output
@@ -488,7 +494,7 @@ class Capture:
         )
         cut = call.reader.cut if call.reader is not None else None
         node = self._remember(episode, event, fact, None, said=said, cut=cut, tools=request.tools, told=match.messages)
-        self._keep_path(node, np.concatenate((prompt.ids, call.output_ids)))
+        self._keep_path(node, prompt.path.plus(call.output_ids))
         positions = await self._log.append(event, *also)
         if self._log.writer is not None:
             node.place = (self._log.writer, positions[0])
@@ -630,7 +636,7 @@ class Capture:
             prompt_tokens=node.n_prompt,
             output_ids=output.tolist(),
             logprobs=logprobs.tolist(),
-            prompt_ids=self._path(node)[: node.n_prompt].tolist(),
+            prompt_ids=node.path()[: node.n_prompt].tolist() if request.extra.get("return_token_ids") else None,
             created=event.recorded_at // 1_000_000,
             model=fact.model,
             version=int(event.versions[-1]) if event.versions is not None and len(event.versions) else 0,
@@ -649,6 +655,8 @@ class _Call:
     reader: Reader | None = None
     started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.perf_counter)
+    reads_at_end: bool = False  # nobody waits for text on the way
+    is_read: bool = False
     ids: list[Int32s] = field(default_factory=list)
     lps: list[Float32s] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
@@ -674,16 +682,26 @@ class _Call:
             return []
         if self.first_token_seconds is None:
             self.first_token_seconds = self.seconds
-        before = self.reader.n_taken
-        pieces = self.reader.push(ids, logprobs)
-        n = self.reader.n_taken - before
+        n, pieces = len(ids), []
+        if not self.reads_at_end:
+            before = self.reader.n_taken
+            pieces = self.reader.push(ids, logprobs)
+            n = self.reader.n_taken - before
+            if self.reader.is_stopped:
+                self.n_claimed = None  # we ended it
         self.ids.append(ids[:n])
         self.lps.append(logprobs[:n])
         self.spans.append((sampled.version, n))
         self.n_output += n
-        if self.reader.is_stopped:
-            self.n_claimed = None  # we ended it
         return pieces
+
+    def finish_reading(self) -> list[Piece]:
+        """What the reader held back, or all of it where nobody watched. Twice is once."""
+        if self.reader is None or self.is_read:
+            return []
+        self.is_read = True
+        pieces = self.reader.push(self.output_ids, self.logprobs) if self.reads_at_end else []
+        return pieces + self.reader.finish()
 
     def reached(self, delivered: Callable[[], int] | None) -> int:
         """Output tokens that the client had got."""
@@ -732,7 +750,7 @@ class _Call:
             prompt_tokens=len(prompt.ids),
             output_ids=self.output_ids.tolist(),
             logprobs=self.logprobs.tolist(),
-            prompt_ids=prompt.ids.tolist(),
+            prompt_ids=prompt.ids.tolist() if request.extra.get("return_token_ids") else None,
             created=int(self.started_at),
             model=request.model if request.model != "default" else model,
             version=self.spans[-1][0] if self.spans else 0,

@@ -339,6 +339,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.pieces: list[bytes] | None = None
+        self._shown: dict[frozenset[int], list[bytes]] = {}  # few: one for each set of stop ids and parsers
         if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
             self.pieces = [b""] * (max(tokenizer.backend.get_vocab().values()) + 1)
             for token, i in tokenizer.backend.get_vocab().items():
@@ -349,9 +350,14 @@ class Vocabulary:
         shown = {self.tokenizer.added[m] for m in markers if m in self.tokenizer.added}
         return frozenset((self.tokenizer.special_ids | set(stop_ids)) - shown)
 
-    def stream(self) -> "_ByteText | _AnyText":
-        """A fresh decoder for one reply."""
-        return _AnyText(self.tokenizer) if self.pieces is None else _ByteText(self.pieces)
+    def stream(self, hidden: frozenset[int] = frozenset()) -> "_ByteText | _AnyText":
+        """A fresh decoder for one reply, to which the hidden ids say nothing."""
+        if self.pieces is None:
+            return _AnyText(self.tokenizer, hidden)
+        shown = self._shown.get(hidden)
+        if shown is None:
+            shown = self._shown[hidden] = [b"" if i in hidden else piece for i, piece in enumerate(self.pieces)]
+        return _ByteText(shown)
 
 
 class _ByteText:
@@ -362,8 +368,11 @@ class _ByteText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Sequence[int]) -> str:
-        pieces = self._pieces
-        return self._decoder.decode(b"".join([pieces[i] if i < len(pieces) else b"" for i in ids]))
+        try:
+            data = b"".join(map(self._pieces.__getitem__, ids))
+        except IndexError:  # a model may have more rows than the tokenizer has tokens
+            data = b"".join([self._pieces[i] for i in ids if i < len(self._pieces)])
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -376,8 +385,9 @@ class _ByteText:
 class _AnyText:
     """Any other tokenizer: what a token adds depends on those before it, so a few are decoded again."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._decode = tokenizer.decode
+        self._hidden = hidden
         self._ids: list[int] = []
         self._old = 0  # ids before this one have been shown
         self.is_between_characters = True
@@ -385,6 +395,8 @@ class _AnyText:
     def push(self, ids: Sequence[int]) -> str:
         said = ""
         for i in ids:
+            if i in self._hidden:
+                continue
             self._ids.append(i)
             before, now = self._decode(self._ids[: self._old]), self._decode(self._ids)
             self.is_between_characters = not now.endswith("\ufffd")
@@ -422,9 +434,8 @@ class Reader:
         keep_tokens: bool = False,
     ) -> None:
         """parsers: each reads what the one before it left as text. keep_tokens: pieces carry ids and logprobs."""
-        self._stream = vocabulary.stream()
         self._parsers = parsers
-        self._hidden = vocabulary.hidden([m for p in parsers for m in p.markers], stop_ids)
+        self._stream = vocabulary.stream(vocabulary.hidden([m for p in parsers for m in p.markers], stop_ids))
         self._stop = tuple(s for s in stop if s)
         self._keep_tokens = keep_tokens
         self._unsure = ""  # text that may be the beginning of a stop string
@@ -446,13 +457,13 @@ class Reader:
         """Take tokens: int32 [n], float32 [n]. After a stop string, `n_taken` says how many of them counted."""
         plain = ids.tolist()
         if not self._stop:
-            segments = self._parse(self._text(plain))
+            segments = self._parse(self._stream.push(plain))
             n = len(plain)
         else:
             segments, n = [], 0
             for token in plain:
                 n += 1
-                segments += self._parse(self._until_stop(self._text([token]), self.n_taken + n))
+                segments += self._parse(self._until_stop(self._stream.push([token]), self.n_taken + n))
                 if self.is_stopped:
                     break
         self.n_taken += n
@@ -498,10 +509,6 @@ class Reader:
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         return tuple(ToolCall(id=i, name=name, arguments="".join(text)) for i, name, text in self._calls)
-
-    def _text(self, ids: list[int]) -> str:
-        hidden = self._hidden
-        return self._stream.push([i for i in ids if i not in hidden])
 
     def _until_stop(self, text: str, n_tokens: int, *, is_last: bool = False) -> str:
         """The text that surely comes before any stop string. What may begin one is held in `_unsure`."""
@@ -581,6 +588,7 @@ class _NoVocabulary(Vocabulary):
 
     def __init__(self) -> None:
         self.pieces = []
+        self._shown = {}
 
     def hidden(self, markers: Sequence[str], stop_ids: Sequence[int]) -> frozenset[int]:
         return frozenset()

@@ -7,10 +7,11 @@ why. `history="exact"` keeps the parent's tokens instead.
 
 What the template writes after a reply is found by rendering a short stand-in for the history, so a turn costs what is
 new in it. That this is allowed is not believed but tried: once for each way in which a template is used (`Ways`), by
-rendering small conversations whole and by stand-in; and again at turns 2, 4, 8, ... on the conversation itself.
+rendering small conversations whole and by stand-in; and again at turns 8, 16, 32, ... on the conversation itself.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -45,17 +46,60 @@ _SOME_TOOL: list[Tool] = [
 ]
 
 
+class Path:
+    """Token ids that grow at the end. What grows from another shares its memory, so that a turn costs what it adds."""
+
+    __slots__ = ("_shared", "n")
+
+    def __init__(self, ids: Int32s) -> None:
+        self._shared = _Shared(ids, len(ids))
+        self.n = len(ids)
+
+    @property
+    def ids(self) -> Int32s:
+        """int32 [n]; not to be written to."""
+        return self._shared.buffer[: self.n]
+
+    def plus(self, more: Int32s, *, kept: int | None = None) -> "Path":
+        """The first `kept` ids (all by default), then more."""
+        kept = self.n if kept is None else kept
+        n = kept + len(more)
+        grown = Path.__new__(Path)
+        grown.n, grown._shared = n, self._shared
+        with self._shared.lock:
+            if kept == self.n == self._shared.used and n <= len(self._shared.buffer):
+                self._shared.buffer[kept:n] = more
+                self._shared.used = n
+                return grown
+        buffer = np.empty(n + n // 4 + 64, np.int32)
+        buffer[:kept] = self._shared.buffer[:kept]
+        buffer[kept:n] = more
+        grown._shared = _Shared(buffer, n)
+        return grown
+
+
+class _Shared:
+    """Memory of paths: the first `used` ids are somebody's and stay as they are."""
+
+    __slots__ = ("buffer", "lock", "used")
+
+    def __init__(self, buffer: Int32s, used: int) -> None:
+        self.buffer = buffer
+        self.used = used
+        self.lock = threading.Lock()
+
+
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """What a child's prompt needs to know of its parent.
 
-    prompt_ids and output_ids: int32, whole. n_messages: of its request. reply: as it was answered. call_names: of the
-    reply's tool calls, (id, name). cut: what a stop string left of the output. thoughts: see `thoughts_in`, of its
-    request. depth: interactions on the path, this one included. above: (n_messages, tokens of the prompt) of it and of
-    those above it whose prompts begin its prompt, nearest first.
+    path_ids: int32, prompt and output; n_prompt of them are the prompt. n_messages: of its request. reply: as it was
+    answered. call_names: of the reply's tool calls, (id, name). cut: what a stop string left of the output. thoughts:
+    see `thoughts_in`, of its request. depth: interactions on the path, this one included. above: (n_messages, tokens of
+    the prompt) of it and of those above it whose prompts begin its prompt, nearest first.
     """
 
-    prompt_ids: Int32s
-    output_ids: Int32s
+    path_ids: Int32s
+    n_prompt: int
     n_messages: int
     reply: Callable[[], Message]
     call_names: tuple[tuple[str, str], ...]
@@ -84,9 +128,14 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """A whole prompt, int32 [T], and how it hangs on the parent's path (store/events.py)."""
+    """A prompt: the first `kept` tokens of the parent's path, then `more`, int32; and how it hangs there.
 
-    ids: Int32s
+    shared: how much of the path the prompt begins with (store/events.py); at least `kept`, and more where the template
+    happened to write the same again.
+    """
+
+    kept: int
+    more: Int32s
     shared: int
     edge: Edge | None
     cause: str | None
@@ -98,6 +147,10 @@ class _Tail(msgspec.Struct, frozen=True):
     gap: str
     end: str
     after: str
+
+
+_Plan = tuple[int, Int32s, str | None]
+"""How much of the parent's path to keep, the ids that follow, and why it is not all of the path."""
 
 
 class _Edits(msgspec.Struct, frozen=True):
@@ -165,21 +218,18 @@ class Renderer:
         messages: the whole conversation as the client tells it, asked for only where the history has to be written
         again; `match.messages[match.n_matched:]` are those after the parent's reply.
         """
-        path = np.concatenate((parent.prompt_ids, parent.output_ids))
-        cause: str | None = None
         if match.edge != "extends":
-            ids = self.root(messages(), tools, variables)
+            kept, more, cause = 0, self.root(messages(), tools, variables), None
         else:
             edits = None if self.history == "exact" else self._edits(parent, match)
             tail = self._tail(parent, match, messages, tools, variables) if edits is None else None
             if tail is not None:
-                ids, cause = self._continue(parent, tail)
+                kept, more, cause = self._continue(parent, tail)
             else:
-                ids, cause = self._follow(parent, edits, messages(), tools, variables)
-        placed = classify(match, path, ids)
-        return Rendered(
-            ids, placed.shared, placed.edge, placed.cause if placed.edge == "extends" else cause or placed.cause
-        )
+                kept, more, cause = self._follow(parent, edits, messages(), tools, variables)
+        placed = classify(match, parent.path_ids[kept:], more)
+        cause = placed.cause if placed.edge == "extends" else cause or placed.cause
+        return Rendered(kept, more, kept + placed.shared, placed.edge, cause)
 
     def ways(
         self,
@@ -232,7 +282,7 @@ class Renderer:
             return None
         tail = self._stand_in_tail(ways, parent.call_names, new, tools, variables)
         depth = parent.depth
-        if self.history == "template" and tail is not None and depth > 1 and depth & (depth - 1) == 0:
+        if self.history == "template" and tail is not None and depth >= 8 and depth & (depth - 1) == 0:
             told = self.plain(messages())
             told[parent.n_messages] = self.plain([parent.reply()])[0]
             whole, cause = self._compare(told, parent.n_messages, tools, variables)
@@ -241,19 +291,18 @@ class Renderer:
                 return None
         return tail
 
-    def _continue(self, parent: Turn, tail: _Tail) -> tuple[Int32s, str | None]:
+    def _continue(self, parent: Turn, tail: _Tail) -> _Plan:
         """The parent's tokens and what follows them, whether or not the reply ended as the template ends it."""
-        prompt, output = parent.prompt_ids, parent.output_ids
+        n = len(parent.path_ids)
         if parent.cut is not None and self.history == "template":
-            kept, rest = output[: parent.cut.n_tokens], parent.cut.text + tail.gap + tail.end + tail.after
-            return np.concatenate((prompt, kept, self._encode_after(rest))), "stop text removed"
-        last = int(output[-1]) if len(output) else -1
+            rest = parent.cut.text + tail.gap + tail.end + tail.after
+            return parent.n_prompt + parent.cut.n_tokens, self._encode_after(rest), "stop text removed"
+        last = int(parent.path_ids[-1]) if n > parent.n_prompt else -1
         if last not in self.tokenizer.eos_ids:
-            return np.concatenate((prompt, output, self._encode_after(tail.gap + tail.end + tail.after))), None
+            return n, self._encode_after(tail.gap + tail.end + tail.after), None
         if last == self._end_id or self.history == "exact":
-            return np.concatenate((prompt, output, self._encode_after(tail.after))), None
-        rest = tail.gap + tail.end + tail.after
-        return np.concatenate((prompt, output[:-1], self._encode_after(rest))), "end of turn replaced"
+            return n, self._encode_after(tail.after), None
+        return n - 1, self._encode_after(tail.gap + tail.end + tail.after), "end of turn replaced"
 
     def _follow(
         self,
@@ -262,7 +311,7 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         variables: dict[str, Any] | None,
-    ) -> tuple[Int32s, str | None]:
+    ) -> _Plan:
         """The prompt as it is written now, from the deepest turn of the parent's path that still begins it."""
         told, at = self.plain(messages), parent.n_messages
         cause: str | None
@@ -280,34 +329,33 @@ class Renderer:
             then = self._write(told[:n_messages], tools, variables)
             if now.startswith(then):
                 rest = now[len(then) :]
-                if n_messages == at:
-                    return self._reply_anew(parent, rest), cause
-                return np.concatenate((parent.prompt_ids[:n_prompt], self._encode_after(rest))), cause
-        return self.tokenizer.encode(now), cause
+                more = self._reply_anew(parent, rest) if n_messages == at else self._encode_after(rest)
+                return n_prompt, more, cause
+        return 0, self.tokenizer.encode(now), cause
 
     def _reply_anew(self, parent: Turn, rest: str) -> Int32s:
-        """The parent's prompt, and the reply as it is written now: with sampled tokens where they spell its end."""
-        pieces, output = self.vocabulary.pieces, parent.output_ids.tolist()
+        """The reply as it is written now and what follows it: with the sampled tokens where they spell its end."""
+        pieces, output_ids = self.vocabulary.pieces, parent.path_ids[parent.n_prompt :]
         end = rest.find(self._end) if self._end else -1
-        if pieces is not None and end >= 0 and output and output[-1] == self._end_id:
+        if pieces is not None and end >= 0 and len(output_ids) and output_ids[-1] == self._end_id:
+            output = output_ids.tolist()
             wanted = rest[: end + len(self._end)].encode("utf-8", "surrogatepass")
             at, n = len(output), 0
             while at and n < len(wanted):
                 at -= 1
                 n += len(pieces[output[at]])
             if n == len(wanted) and b"".join(pieces[i] for i in output[at:]) == wanted:
-                after = self._encode_after(rest[end + len(self._end) :])
-                return np.concatenate((parent.prompt_ids, parent.output_ids[at:], after))
-        return np.concatenate((parent.prompt_ids, self._encode_after(rest)))
+                return np.concatenate((output_ids[at:], self._encode_after(rest[end + len(self._end) :])))
+        return self._encode_after(rest)
 
     def _edits(self, parent: Turn, match: Match) -> _Edits | None:
         """What the client left out of the history, or put into it, that changes what the model reads."""
         told = match.messages
-        if match.n_matched > parent.n_messages and parent.thoughts != thoughts_in(told[: parent.n_messages]):
-            was, bit = parent.thoughts ^ thoughts_in(told[: parent.n_messages]), 0
-            for n, message in enumerate(told[: parent.n_messages]):
+        if parent.ways.has_reasoning and match.n_matched > parent.n_messages:
+            changed, bit = parent.thoughts ^ thoughts_in(told[: parent.n_messages]), 0
+            for n, message in enumerate(told[: parent.n_messages] if changed else ()):
                 if message.get("role") == "assistant":
-                    if was >> bit & 1:
+                    if changed >> bit & 1:
                         return _Edits(n, "reasoning removed" if parent.thoughts >> bit & 1 else "reasoning added")
                     bit += 1
         if "reasoning" in match.rules:
