@@ -22,6 +22,7 @@ from .directory import DirectoryLog
 from .errors import BookBusy
 from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
+from .selection import Selection, discards_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
 
@@ -146,6 +147,14 @@ class Book:
                 cursor.register(name, table)
             relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
             return pa.table({}) if relation is None else relation.to_arrow_table()
+
+    def select(self, selection: Selection) -> pa.Table:
+        """The rows of a selection, groups together; columns in `selection.select_query`. Raises BadSelection."""
+        return self.sql(select_query(selection))
+
+    def discards(self, selection: Selection) -> pa.Table:
+        """(episode_id, group_id, task_id, reason) of the episodes in its scope that a selection leaves out."""
+        return self.sql(discards_query(selection))
 
     def credits(
         self,

@@ -1,0 +1,160 @@
+"""Which episodes a selection takes, why it leaves others out, and what it says of those it takes."""
+
+from typing import Any
+
+import pytest
+
+from rollbook.store import BadSelection, BatchRow, BatchTaken, EpisodeClosed, EpisodeOpened, MemoryLog, RewardGiven
+from rollbook.store.book import Book
+from rollbook.store.selection import Credit, Selection, selection_from
+from views_books import event, interaction
+
+
+def episode(
+    name: str,
+    group: str | None,
+    reward: float | None,
+    *,
+    state: str | None = "done",
+    version: int = 5,
+    at: int = 0,
+    turns: int = 1,
+    **opened: Any,
+) -> list[Any]:
+    """The events of one episode that is a chain of `turns` interactions, each of 3 sampled tokens."""
+    events = [event(EpisodeOpened(task_id=f"task-{group}", group_id=group, **opened), episode_id=name, at=at)]
+    for turn in range(turns):
+        parent = f"{name}.{turn - 1}" if turn else None
+        edge = "extends" if turn else None
+        events.append(interaction(f"{name}.{turn}", name, parent=parent, edge=edge, version=version, at=at + turn))
+    if reward is not None:
+        events.append(event(RewardGiven(value=reward), episode_id=name, at=at))
+    if state is not None:
+        events.append(event(EpisodeClosed(state=state), episode_id=name, at=at + 10))  # type: ignore[arg-type]
+    return events
+
+
+@pytest.fixture
+def book() -> Book:
+    log = MemoryLog()
+    row = BatchRow(interaction_id="f1.0", credit=1.0, advantage=1.0)
+    log.append_blocking(
+        *episode("a1", "a", 1.0, at=0, turns=3),
+        *episode("a2", "a", 0.0, at=5),
+        *episode("b1", "b", 1.0, at=1),
+        *episode("b2", "b", 1.0, at=1),
+        *episode("c1", "c", 1.0, at=2),
+        *episode("c2", "c", None, state=None, at=2),
+        *episode("d1", "d", 0.5, version=1, at=3),
+        *episode("d2", "d", 0.75, at=3),
+        *episode("f1", "f", 1.0, at=4),
+        *episode("f2", "f", 0.0, at=4),
+        *episode("f3", "f", None, state="failed", at=4),
+        *episode("x", "x", 1.0, at=9, is_eval=True),
+        *episode("n", "n", None, at=9),
+        event(BatchTaken(batch_id="b", step=0, version=5, rows=[row])),
+    )
+    return Book(log)
+
+
+def chosen(book: Book, **how: Any) -> list[str]:
+    return book.select(Selection(rows="episodes", **how))["episode_id"].to_pylist()
+
+
+def reasons(book: Book, **how: Any) -> dict[str, str]:
+    found = book.discards(Selection(rows="episodes", **how))
+    return dict(zip(found["episode_id"].to_pylist(), found["reason"].to_pylist(), strict=True))
+
+
+def test_the_default_takes_what_is_done_and_not_for_evaluation(book: Book) -> None:
+    assert sorted(chosen(book)) == ["a1", "a2", "b1", "b2", "c1", "d1", "d2", "f1", "f2", "n"]
+    assert reasons(book) == {"c2": "open", "f3": "state"}
+    assert chosen(book, is_eval=True) == ["x"]
+
+
+def test_what_a_learner_asks_for_and_why_the_rest_is_left_out(book: Book) -> None:
+    how: dict[str, Any] = {
+        "current_version": 6, "max_staleness": 2, "group_size": 2, "drops_equal": True, "is_untaken": True,
+    }  # fmt: skip
+    assert chosen(book, **how) == ["a1", "a2"]
+    assert reasons(book, **how) == {
+        "b1": "zero_variance",
+        "b2": "zero_variance",
+        "c1": "incomplete",
+        "c2": "open",
+        "d1": "stale",
+        "d2": "zero_variance",
+        "f1": "taken",
+        "f2": "zero_variance",
+        "f3": "state",
+        "n": "no_reward",
+    }
+
+
+def test_a_group_with_failures_is_complete_and_its_statistics_are_over_the_rest(book: Book) -> None:
+    rows = book.select(Selection(group_ids=("f",), group_size=3, rows="episodes")).to_pylist()
+    assert [(row["episode_id"], row["group_n"], row["group_mean"]) for row in rows] == [("f1", 2, 0.5), ("f2", 2, 0.5)]
+
+
+def test_every_episode_in_scope_is_chosen_or_has_a_reason(book: Book) -> None:
+    for how in (
+        {},
+        {"limit": 2},
+        {"group_size": 2, "drops_equal": True},
+        {"max_staleness": 1, "current_version": 6, "needs_reward": True},
+        {"where": "reward > 0.6", "states": ("done", "failed", "open")},
+        {"reward": "1 - reward", "needs_reward": True, "order": "random", "limit": 3},
+    ):
+        left_out = reasons(book, **how)
+        taken = chosen(book, **how)
+        assert sorted([*taken, *left_out]) == sorted(set(taken) | set(left_out))
+        assert len(taken) + len(left_out) == 12
+
+
+def test_a_limit_draws_whole_groups_and_a_seed_draws_the_same_ones_again(book: Book) -> None:
+    assert chosen(book, limit=1) == ["b1", "b2"]
+    assert chosen(book, limit=1, order="newest") == ["n"]
+    drawn = {tuple(chosen(book, limit=2, order="random", seed=seed)) for seed in range(8)}
+    assert len(drawn) > 1
+    assert chosen(book, limit=2, order="random", seed=3) == chosen(book, limit=2, order="random", seed=3)
+
+
+def test_the_weights_of_an_episode_sum_to_one(book: Book) -> None:
+    rows = book.select(Selection(group_ids=("a",), credit=Credit(gamma=0.5))).to_pylist()
+    assert [row["interaction_id"] for row in rows] == ["a1.0", "a1.1", "a1.2", "a2.0"]
+    assert [row["weight"] for row in rows] == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
+    assert [row["credit"] for row in rows] == pytest.approx([0.25, 0.5, 1.0, 0.0])
+    assert [row["group_mean"] for row in rows] == [0.5] * 4
+    assert [row["advantage_mean"] for row in rows] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_trajectories_are_rows_too(book: Book) -> None:
+    rows = book.select(Selection(group_ids=("a",), rows="trajectories", credit=Credit())).to_pylist()
+    assert [(row["leaf_id"], row["n_interactions"], row["n_output"], row["credit"]) for row in rows] == [
+        ("a1.2", 3, 9, 1.0),
+        ("a2.0", 1, 3, 0.0),
+    ]
+
+
+def test_rows_may_be_chosen_by_edge(book: Book) -> None:
+    roots = book.select(Selection(episode_ids=("a1",), edges=("root",)))
+    assert roots["interaction_id"].to_pylist() == ["a1.0"]
+
+
+def test_a_reward_expression_decides_what_is_chosen(book: Book) -> None:
+    rows = book.select(Selection(group_ids=("a",), reward="reward - 0.1 * n_interactions", rows="episodes")).to_pylist()
+    assert [row["reward"] for row in rows] == pytest.approx([0.7, -0.1])
+
+
+def test_a_selection_is_plain_data(book: Book) -> None:
+    selection = selection_from({"group_ids": ["a"], "limit": 1, "credit": {"gamma": 0.5}})
+    assert selection == Selection(group_ids=("a",), limit=1, credit=Credit(gamma=0.5))
+    with pytest.raises(BadSelection, match="max_age"):
+        selection_from({"max_age": 3})
+    with pytest.raises(BadSelection, match="needs current_version"):
+        selection_from({"max_staleness": 3})
+    with pytest.raises(BadSelection, match="colour"):
+        Selection(where="colour = 'red'")
+    with pytest.raises(BadSelection):
+        Selection(where="true) or (select true")
+    assert chosen(book, task_ids=("task-a' or true or '",)) == []
