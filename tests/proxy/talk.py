@@ -55,10 +55,11 @@ class Talk:
         self,
         *replies: str | Sequence[int],
         template: str | None = None,
+        folder: Any = "bytes",
         settings: CaptureSettings | None = None,
         **engine: Any,
     ) -> None:
-        self.tokenizer = Tokenizer.load("bytes", chat_template=template)
+        self.tokenizer = Tokenizer.load(folder, chat_template=template)
         self.replies = list(replies)
         self.asked: list[Generation] = []
         self.log = MemoryLog()
@@ -80,7 +81,11 @@ class Talk:
     def _answer(self, generation: Generation) -> list[int]:
         self.asked.append(generation)
         reply = self.replies.pop(0)
-        return [*self.tokenizer.encode(reply).tolist(), END] if isinstance(reply, str) else list(reply)
+        return (
+            [*self.tokenizer.encode(reply).tolist(), self.tokenizer.eos_ids[0]]
+            if isinstance(reply, str)
+            else list(reply)
+        )
 
     def restart(self) -> None:
         """A new process: only the book is left."""
