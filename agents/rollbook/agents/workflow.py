@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import traceback
@@ -24,6 +25,8 @@ from .errors import Rejected, WorkflowError
 from .threads import in_thread, in_thread_loop
 from .watch import Blocking, timed
 
+_log = logging.getLogger("rollbook.agents")
+
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Where an episode's model calls go. `base_url` ends in /v1; `api_key` belongs to this episode alone."""
@@ -37,11 +40,13 @@ class EpisodeEngine:
     """What a RolloutWorkflow gets as its engine: where the episode's calls go, and what its clients reward.
 
     rewards: by interaction id, as given by the clients' `set_reward`; the runner puts them into the book.
+    turn_discount: what a client's `apply_reward_discount` asked for; None where it was not called.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.rewards: dict[str, float] = {}
+        self.turn_discount: float | None = None
 
 
 class RolloutWorkflow(ABC):
@@ -113,6 +118,7 @@ class DirectAgent(Workflow):
     def __init__(self, name: str, arun_episode: Callable[..., Any]) -> None:
         super().__init__(name)
         self._arun_episode = arun_episode
+        self._is_mentioned = False
 
     async def run(self, data: Mapping[str, Any], session: Session) -> Any:
         ready_math_verify()
@@ -120,10 +126,23 @@ class DirectAgent(Workflow):
         result = await self._arun_episode(engine, dict(data))
         if result is None:
             raise Rejected(f"{self.name} returned None from arun_episode: it rejects this sample")
+        self._mention(engine.turn_discount)
         if engine.rewards:
             return engine.rewards
         is_numbers = not isinstance(result, Mapping) or all(isinstance(v, int | float) for v in result.values())
         return result if is_numbers else None
+
+    def _mention(self, turn_discount: float | None) -> None:
+        if turn_discount in (None, 1.0) or self._is_mentioned:
+            return
+        self._is_mentioned = True
+        _log.warning(
+            "%s applies a reward discount of %g. The book keeps rewards as they were given; to train on discounted "
+            "ones set credit.gamma=%g, with credit.scheme=arrival for AReaL's order or tree for the conversation's",
+            self.name,
+            turn_discount,
+            turn_discount,
+        )
 
 
 def _keywords(session: Session, takes: frozenset[str] | None) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class Chat:
         }
         if request.extra.get("return_token_ids"):
             answer["prompt_token_ids"] = first.prompt_ids
+            answer["policy_version"] = first.version
         return _encode(answer)
 
     def _choice(self, request: Request, index: int, reply: Reply) -> dict[str, Any]:
