@@ -6,7 +6,7 @@ sentence what is wrong with a file. `${section.key}` in a value takes another va
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -103,6 +103,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), type_: type[Any
 
     Raises ConfigError, one sentence.
     """
+    return to_config(read_tree(path, overrides), type_, str(path))
+
+
+def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A YAML file with `a.b=c` overrides applied and references resolved, not yet checked. Raises ConfigError."""
     path = Path(path)
     try:
         tree = yaml.safe_load(path.read_text()) or {}
@@ -117,10 +122,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), type_: type[Any
         if not equals or not key:
             raise ConfigError(f"expected an override like actor.optimizer.lr=1e-5, got {override!r}")
         put(tree, key, _scalar(value))
+    resolved: dict[str, Any] = _numbers(_resolve(tree, tree))
+    return resolved
+
+
+def to_config(tree: Mapping[str, Any], type_: type[C], source: str) -> C:
+    """Check every key and type. Raises ConfigError, one sentence that begins with `source`."""
     try:
-        return msgspec.convert(_numbers(_resolve(tree, tree)), type_)
+        return msgspec.convert(tree, type_)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(error, type_, str(path))) from error
+        raise ConfigError(_explain(error, type_, source)) from error
 
 
 def _scalar(text: str) -> Any:
@@ -143,17 +154,19 @@ def _numbers(node: Any) -> Any:
 
 def load_expr_config(argv: Sequence[str], type_: type[C]) -> tuple[C, str]:
     """`--config x.yaml a.b=c ...` -> (config, path): the command line of AReaL's scripts."""
+    path, overrides = split_command_line(argv)
+    return load_config(path, overrides, type_), path
+
+
+def split_command_line(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """`--config x.yaml a.b=c ...` -> (path, overrides). Raises ConfigError."""
     rest = list(argv)
-    path = None
     for i, word in enumerate(rest):
         if word == "--config" and i + 1 < len(rest):
             path = rest[i + 1]
             del rest[i : i + 2]
-            break
+            return path, rest
         if word.startswith("--config="):
-            path = word.removeprefix("--config=")
             del rest[i]
-            break
-    if path is None:
-        raise ConfigError("expected --config FILE.yaml and then overrides like a.b=c")
-    return load_config(path, rest, type_), path
+            return word.removeprefix("--config="), rest
+    raise ConfigError("expected --config FILE.yaml and then overrides like a.b=c")

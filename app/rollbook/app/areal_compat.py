@@ -1,0 +1,153 @@
+"""`rollbook run-areal SCRIPT ...`: runs a training script written for AReaL, unchanged.
+
+Its `areal` imports are answered by the small package in `areal_names/`, which is on sys.path only inside this command
+(and in the worker processes that the script starts). Settings that have no meaning here are named once in a warning;
+a key that looks like one of ours misspelt is an error, as everywhere.
+"""
+
+import difflib
+import importlib.util
+import logging
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollbook.agents.errors import AgentsError
+from rollbook.learner import TrainConfig
+from rollbook.learner.trainer import PPOTrainer as _PPOTrainer
+
+from .config import GRPOConfig, read_tree, split_command_line, to_config
+from .models import prepare_model
+
+NAMES = Path(__file__).with_name("areal_names")
+_log = logging.getLogger("rollbook.app")
+C = TypeVar("C", bound=TrainConfig)
+
+
+def run(argv: Sequence[str]) -> None:
+    """argv: the script and what it gets as its arguments. Raises FileNotFoundError, and what the script raises."""
+    script, *arguments = argv
+    path = Path(script)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no script {script} (looked from {Path.cwd()})")
+    logging.basicConfig(format="rollbook: %(message)s")  # warnings reach the terminal, unless the script sets its own
+    for folder in (str(Path.cwd()), str(path.resolve().parent), str(NAMES)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("areal."):
+            raise
+        known = sorted(file.relative_to(NAMES).with_suffix("").as_posix() for file in NAMES.rglob("*.py"))
+        names = ", ".join(name.removesuffix("/__init__").replace("/", ".") for name in known)
+        raise NotAnswered(
+            f"{error.name} is not among the modules of AReaL that rollbook run-areal answers; those are {names}"
+        ) from error
+
+
+class PPOTrainer(_PPOTrainer):
+    """Ours, with the model prepared and the workflow of the config as the default."""
+
+    def __init__(
+        self, config: GRPOConfig, train_dataset: Any = None, valid_dataset: Any = None, **keywords: Any
+    ) -> None:
+        config.actor.path = str(prepare_model(config.actor.path))
+        config.tokenizer_path = config.tokenizer_path or config.actor.path
+        super().__init__(config, train_dataset, valid_dataset, **keywords)
+
+    def train(self, workflow: Any = None, eval_workflow: Any = None, *arguments: Any, **keywords: Any) -> None:
+        """See `rollbook.learner.PPOTrainer.train`."""
+        config: Any = self.config
+        super().train(workflow or config.workflow, eval_workflow or config.eval_workflow, *arguments, **keywords)
+
+
+def load_expr_config(argv: Sequence[str], config_cls: type[C]) -> tuple[C, str]:
+    """`--config x.yaml a.b=c ...` -> (config, path). Raises ConfigError."""
+    path, overrides = split_command_line(argv)
+    tree = read_tree(path, overrides)
+    unknown: list[str] = []
+    kept = _known(tree, config_cls, "", unknown)
+    notes = _translate(kept)
+    if unknown:
+        _log.warning("%s: these settings have no meaning here and are left out: %s", path, ", ".join(sorted(unknown)))
+    for note in notes:
+        _log.warning("%s: %s", path, note)
+    return to_config(kept, config_cls, path), path
+
+
+def load_hf_tokenizer(path: str) -> Any:
+    """The transformers tokenizer of a model folder or of a model that we know by name."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(prepare_model(path)))
+
+
+class NotAnswered(AgentsError, ImportError):
+    """A script imports a name of AReaL that we do not answer."""
+
+
+def missing(module: str, name: str, known: Sequence[str]) -> Exception:
+    """What `from areal... import name` raises where there is no such name here."""
+    if name.startswith("__"):
+        return AttributeError(name)  # Python asks for these
+    return NotAnswered(
+        f"{module}.{name} is not among the names of AReaL that rollbook run-areal answers; {module} has "
+        f"{', '.join(known)}. For more use Rollbook's own modules, see docs/agents.md"
+    )
+
+
+def _known(tree: Mapping[str, Any], type_: Any, prefix: str, unknown: list[str]) -> dict[str, Any]:
+    """`tree` without the keys that `type_` lacks; their names go to `unknown`. Likely misspellings stay, to be told."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(type_)}
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in fields:
+            if difflib.get_close_matches(key, fields, 1, 0.85):
+                kept[key] = value
+            else:
+                unknown.append(f"{prefix}{key}")
+            continue
+        inner = next((t for t in (fields[key], *getattr(fields[key], "__args__", ())) if _is_struct(t)), None)
+        kept[key] = _known(value, inner, f"{prefix}{key}.", unknown) if inner and isinstance(value, dict) else value
+    return kept
+
+
+def _is_struct(type_: Any) -> bool:
+    return isinstance(type_, type) and issubclass(type_, msgspec.Struct)
+
+
+def _translate(tree: dict[str, Any]) -> list[str]:
+    """Values that mean the same under another name here; returns what is worth saying about it."""
+    notes: list[str] = []
+    rollout = tree.get("rollout")
+    rollout = rollout if isinstance(rollout, dict) else {}
+    backend = rollout.get("backend")
+    if isinstance(backend, str) and backend.partition(":")[0] == "sglang":
+        rollout["backend"] = "vllm" if importlib.util.find_spec("vllm") else "embedded"
+        notes.append(f"rollout.backend {backend!r} is not here; {rollout['backend']!r} answers instead")
+    actor = tree.get("actor")
+    for name in ("actor", "ref", "critic"):
+        section = tree.get(name)
+        if isinstance(section, dict) and str(section.get("backend", "")).partition(":")[0] in (
+            "fsdp",
+            "megatron",
+            "archon",
+        ):
+            notes.append(f"{name}.backend {section['backend']!r} is not here; one process trains")
+            section["backend"] = "single"
+    if isinstance(actor, dict) and actor.get("weight_update_mode") not in (None, "disk"):
+        notes.append(f"actor.weight_update_mode {actor['weight_update_mode']!r} is not here; weights go over files")
+        actor["weight_update_mode"] = "disk"
+    scheduler = tree.get("scheduler")
+    if isinstance(scheduler, dict) and scheduler.get("type", "local") is None:
+        del scheduler["type"]
+    agent = rollout.get("agent")
+    if isinstance(agent, dict) and "turn_discount" in agent and "credit" not in tree:
+        tree["credit"] = {"gamma": agent["turn_discount"]}
+    return notes
