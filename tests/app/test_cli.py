@@ -1,0 +1,195 @@
+"""The command line, as a newcomer and as somebody whose input is wrong meet it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollbook.app.cli import main
+from rollbook.store import EpisodeClosed, EpisodeOpened, Event, RewardGiven, __version__, open_book
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The exit status and all that was printed, on one line."""
+    status = 0
+    try:
+        main(words)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    printed = capsys.readouterr()
+    return status, " ".join((printed.out + printed.err).split())
+
+
+@pytest.fixture
+def book_path(tmp_path: Path) -> Path:
+    path = tmp_path / "book"
+    with open_book(path, writer="test") as book:
+        for i in range(3):
+            book.log.append_blocking(
+                Event(run_id="r", episode_id=f"ep_{i}", fact=EpisodeOpened(task_id="t", group_id="g")),
+                Event(run_id="r", episode_id=f"ep_{i}", fact=RewardGiven(value=i / 2)),
+                Event(run_id="r", episode_id=f"ep_{i}", fact=EpisodeClosed(state="done")),
+            )
+    return path
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == (0, f"rollbook {__version__}")
+    status, text = said(capsys, "--help")
+    assert status == 0
+    for command in ("serve", "train", "sql", "show", "demo"):
+        assert command in text
+
+
+@pytest.mark.parametrize("command", ["serve", "train", "sql", "episodes", "show", "verify", "demo", "run-areal"])
+def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, command, "--help")
+    assert status == 0
+    assert f"Example: rollbook {command}" in text
+
+
+def test_sql_in_every_format(book_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    query = "select state, avg(reward) as reward from episodes group by state"
+    assert said(capsys, "sql", str(book_path), query, "--format", "csv") == (0, "state,reward done,0.5")
+    status, text = said(capsys, "sql", str(book_path), query, "--format", "json")
+    assert (status, json.loads(text)) == (0, [{"state": "done", "reward": 0.5}])
+    status, text = said(capsys, "sql", str(book_path), query)
+    assert status == 0
+    assert "done" in text
+    target = tmp_path / "out.parquet"
+    assert said(capsys, "sql", str(book_path), query, "--format", "parquet", "-o", str(target))[0] == 0
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(target).to_pylist() == [{"state": "done", "reward": 0.5}]
+
+
+def test_show_and_episodes(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ep_2" in said(capsys, "episodes", str(book_path))[1]
+    status, text = said(capsys, "show", str(book_path), "ep_1")
+    assert status == 0
+    assert "reward 0.5" in text
+    status, text = said(capsys, "show", str(book_path), "ep_")
+    assert status == 1
+    assert "all begin with it" in text
+
+
+def test_verify(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "verify", str(book_path))[0] == 0
+    segment = next((book_path / "log").rglob("*.log"))
+    content = bytearray(segment.read_bytes())
+    content[100] ^= 1
+    segment.write_bytes(content)
+    assert said(capsys, "verify", str(book_path))[0] == 1
+
+
+def test_a_missing_book_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "sql", str(tmp_path / "none"), "select 1")
+    assert status == 1
+    assert str(tmp_path / "none") in text
+    assert text.count(".") < 8
+    assert not (tmp_path / "none").exists()
+
+
+def test_wrong_sql_is_one_sentence(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "sql", str(book_path), "select nothing from episodes")
+    assert status == 1
+    assert "nothing" in text
+    assert "Traceback" not in text
+
+
+def test_a_book_of_a_newer_version_names_both_versions(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = json.loads((book_path / "book.json").read_text())
+    (book_path / "book.json").write_text(json.dumps({**manifest, "format": manifest["format"] + 1}))
+    before = sorted(path.name for path in book_path.rglob("*"))
+    status, text = said(capsys, "sql", str(book_path), "select 1")
+    assert status == 1
+    assert str(manifest["format"] + 1) in text
+    assert str(manifest["format"]) in text
+    assert sorted(path.name for path in book_path.rglob("*")) == before
+
+
+def config(tmp_path: Path, text: str) -> str:
+    (tmp_path / "config.yaml").write_text(text)
+    return str(tmp_path / "config.yaml")
+
+
+def test_an_unknown_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "train", config(tmp_path, "actor: {pth: tiny}"))
+    assert status == 1
+    assert "'actor.pth'" in text
+    assert "'path'" in text
+
+
+def test_a_missing_model_is_named_and_nothing_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_of = (
+        f"workflow: json.JSONEncoder\ncluster: {{fileroot: {tmp_path}/runs}}\nactor: {{path: {tmp_path}/no-model}}\n"
+    )
+    status, text = said(capsys, "train", config(tmp_path, text_of))
+    assert status == 1
+    assert f"{tmp_path}/no-model" in text
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("workflow", "says"),
+    [("no_such_module.Agent", "no_such_module"), ("json.NoSuchAgent", "NoSuchAgent"), ("json.JSONEncoder", "run")],
+)
+def test_an_agent_that_does_not_resolve_is_named_before_anything_starts(
+    workflow: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    text_of = (
+        f"workflow: {workflow}\ncluster: {{fileroot: {tmp_path}/runs}}\n"
+        f"actor: {{path: tiny}}\ntrain_dataset: {{path: {tmp_path}/rows.jsonl}}\n"
+    )
+    status, text = said(capsys, "train", config(tmp_path, text_of))
+    assert status == 1
+    assert says in text
+    assert "Traceback" not in text or "no_such_module" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_config_without_an_agent_says_which_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "train", config(tmp_path, "actor: {path: tiny}"))
+    assert status == 1
+    assert "workflow" in text
+
+
+def test_a_full_disk_is_one_sentence_and_the_book_stays_whole(book_path: Path) -> None:
+    """The limit on file size stands for the disk: the same error from the same call, and safe to have in a test."""
+    code = (
+        "import resource, sys\n"
+        "from rollbook.store import *\n"
+        "book = open_book(sys.argv[1], writer='test')\n"
+        "size = max(p.stat().st_size for p in __import__('pathlib').Path(sys.argv[1], 'log').rglob('*.log'))\n"
+        "__import__('signal').signal(__import__('signal').SIGXFSZ, __import__('signal').SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, size + 1000))\n"
+        "try:\n"
+        "    while True: book.log.append_blocking(Event(run_id='r', fact=RunStarted(name='x' * 400)))\n"
+        "except LogWriteFailed as error: print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(book_path)], env=environment, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1, done.stdout + done.stderr
+    assert str(book_path) in done.stdout
+    with open_book(book_path) as book:
+        assert book.sql("select count(*) n from episodes")["n"][0].as_py() == 3
+
+
+def test_a_missing_extra_names_what_to_install(tmp_path: Path) -> None:
+    """In an interpreter that cannot import litestar, `serve` says which extra brings it."""
+    code = (
+        "import sys\n"
+        "sys.modules['litestar'] = None\n"
+        "from rollbook.app.cli import main\n"
+        "main(['serve', sys.argv[1], '--model', 'tiny'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "book")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "pip install 'rollbook[serve]'" in done.stderr
