@@ -56,6 +56,9 @@ class EchoRollouts:
         self.n_drawn = 0
         self.is_closed = False
 
+    def resolve(self, workflow: Any, workflow_kwargs: Mapping[str, Any]) -> None:
+        """There are no agents here."""
+
     def start(
         self,
         config: Any,

@@ -20,6 +20,7 @@ from rollbook.agents.data import tasks_of
 from rollbook.agents.errors import AgentsError
 from rollbook.agents.loop import RolloutLoop, ended_episodes
 from rollbook.agents.runner import Runner
+from rollbook.agents.workflow import resolve
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, EpisodeClosed, Event, open_book
 
@@ -52,6 +53,9 @@ class LocalRollouts:
         self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
         self._failure: BaseException | None = None
+
+    def resolve(self, workflow: Any, workflow_kwargs: Mapping[str, Any]) -> None:
+        resolve(workflow, **workflow_kwargs)
 
     def start(
         self,

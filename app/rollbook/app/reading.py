@@ -9,13 +9,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from rollbook.store import Book, StoreError, open_book
+from rollbook.store import Book, QueryRefused, StoreError, open_book
 from rollbook.store.book import Episode, Interaction
 from rollbook.store.verify import verify
 
@@ -25,7 +26,10 @@ _WIDTH = 60  # of a cell; a terminal is no place for a whole config
 def query(book_path: str, statement: str) -> pa.Table:
     """Answer one statement from a book, live or not. Raises StoreError."""
     with open_book(book_path) as book:
-        return book.sql(statement)
+        try:
+            return book.sql(statement)
+        except duckdb.Error as error:
+            raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the tables and their columns)") from error
 
 
 def _cell(value: Any) -> str:

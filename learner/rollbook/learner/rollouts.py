@@ -14,6 +14,10 @@ GROUP = "rollbook.schedulers"
 class Rollouts(Protocol):
     """Keeps episodes coming, as many as staleness allows, into the book."""
 
+    def resolve(self, workflow: Any, workflow_kwargs: Mapping[str, Any]) -> None:
+        """Raise now what `start` would raise for an agent that cannot be run: before models load and books are made."""
+        ...
+
     def start(
         self,
         config: Any,

@@ -74,6 +74,7 @@ class PPOTrainer:
             total_steps = min(total_steps, config.total_train_steps)
         # The cheap things that can be wrong come before the model is loaded.
         rollouts = self._rollouts or find_rollouts(config.scheduler.type)
+        rollouts.resolve(workflow, workflow_kwargs or {})
         book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
         actor = self._backend(config.actor, total_steps, optimizer=config.actor.optimizer)
         reference = None if config.ref is None else self._backend(config.ref, total_steps)
