@@ -18,6 +18,7 @@ from rich.tree import Tree
 
 from rollbook.store import Book, QueryRefused, StoreError, open_book
 from rollbook.store.book import Episode, Interaction
+from rollbook.store.credit import Scheme
 from rollbook.store.verify import verify
 
 _WIDTH = 60  # of a cell; a terminal is no place for a whole config
@@ -110,7 +111,7 @@ def show_episode(
     name: str,
     out: Console,
     *,
-    scheme: str = "tree",
+    scheme: Scheme = "tree",
     gamma: float = 1.0,
     tokenizer: str | None = None,
     is_json: bool = False,
@@ -118,17 +119,14 @@ def show_episode(
     """One episode: its tree, what was said, tokens coloured by probability, credits. tokenizer: a model folder."""
     with open_book(book_path) as book:
         episode = book.episode(find_episode(book, name))
-        credits_of = _credits(book, episode, scheme, gamma)
+        table = book.credits(scheme, gamma, episode_ids=[episode.row["episode_id"]])
+        credits_of = dict(zip(table["interaction_id"].to_pylist(), table["credit"].to_pylist(), strict=True))
         if is_json:
             json.dump(_plain(episode, credits_of), sys.stdout, default=str, ensure_ascii=False, indent=1)
             sys.stdout.write("\n")
             return
         spell = _speller(tokenizer or _tokenizer_of(book, episode.row["run_id"]))
         out.print(_tree(episode, credits_of, spell))
-
-
-def _credits(book: Book, episode: Episode, scheme: str, gamma: float) -> dict[str, float | None]:
-    return {}
 
 
 def _tokenizer_of(book: Book, run_id: str) -> str | None:
