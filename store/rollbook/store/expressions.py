@@ -19,10 +19,10 @@ FORBIDDEN_FUNCTIONS = frozenset({
     "read_csv", "read_csv_auto", "read_json", "read_json_auto", "read_json_objects", "read_json_objects_auto",
     "read_ndjson", "read_ndjson_auto", "read_ndjson_objects", "read_parquet", "parquet_scan", "parquet_metadata",
     "parquet_schema", "parquet_file_metadata", "parquet_kv_metadata", "parquet_bloom_probe", "glob", "sniff_csv",
-    "sql_auto_complete", "nextval", "currval", "txid_current", "arrow_scan", "arrow_scan_dumb", "pandas_scan",
-    "python_map_function", "write_log", "which_secret", "json_execute_serialized_sql", "from_substrait",
-    "from_substrait_json", "get_substrait", "get_substrait_json", "pg_sleep", "sleep_ms", "current_user",
-    "current_catalog", "error",
+    "sql_auto_complete", "nextval", "setval", "setseed", "stats", "vector_type", "currval", "txid_current",
+    "arrow_scan", "arrow_scan_dumb", "pandas_scan", "python_map_function", "write_log", "which_secret",
+    "json_execute_serialized_sql", "from_substrait", "from_substrait_json", "get_substrait", "get_substrait_json",
+    "pg_sleep", "sleep_ms", "current_user", "current_catalog", "error",
 })  # fmt: skip
 """By name, whatever their kind. `sql.py` refuses them too."""
 

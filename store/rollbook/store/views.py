@@ -66,7 +66,7 @@ class Views:
                 os.close(self._owner)
                 raise
         self._con.execute("set TimeZone = 'UTC'")
-        self._con.execute("set preserve_insertion_order = false")
+        self._con.execute("set python_enable_replacements = false")  # a query never means a Python variable
         _prepare(self._con)
         self._cursor = dict(self._con.execute("select writer, position from cursors").fetchall())
         self._waiting = self._load_waiting()
