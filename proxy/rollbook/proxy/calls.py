@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections import deque
 from contextlib import aclosing
+from types import TracebackType
+from typing import Self
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup
 
 from rollbook.store.errors import LogClosed, LogWriteFailed
 
@@ -44,8 +45,8 @@ class Call:
         self.has_gone = False  # aborted since nobody waited
         self.clients: set[Client] = set()
         self.turn: asyncio.Future[None] | None = None
-        self.ended = anyio.Event()
-        self._scope = anyio.CancelScope()
+        self.task: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     def can_be_joined_by(self, request: Request) -> bool:
         """Whether a request that looks the same is this one, asked again."""
@@ -63,9 +64,16 @@ class Call:
         """Output tokens of a choice that reached the client."""
         return sum(len(piece.token_ids) for i, piece in self.pieces[: self.n_sent] if i == choice)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """There is something new."""
         for client in self.clients:
             client.wake()
+
+    def stop(self) -> None:
+        """Give it up; what was sampled is recorded. Twice is once: recording is not to be disturbed."""
+        if not self._is_stopped and self.task is not None:
+            self._is_stopped = True
+            self.task.cancel()
 
 
 class Client:
@@ -98,21 +106,29 @@ class Client:
 
 
 class Calls:
-    """All calls of a server. Runs in a task group, which its owner opens and closes."""
+    """All calls of a server: an async context manager, which stops those that are left when it is left."""
 
     def __init__(self, capture: Capture, sessions: Sessions, config: ServeConfig) -> None:
         self._capture = capture
         self._sessions = sessions
         self._config = config
         self._reopening = anyio.Lock()
-        self._tasks: TaskGroup | None = None
+        self._is_open = False
         self._waited: dict[tuple[str, str], Call] = {}  # undelivered calls, by session and body or idempotency key
         self._undelivered: deque[Call] = deque()  # those of them that are done, and nobody came back for yet
         self._running: set[Call] = set()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
 
-    def open(self, tasks: TaskGroup) -> None:
-        self._tasks = tasks
+    async def __aenter__(self) -> Self:
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        with anyio.CancelScope(shield=True):
+            await self._stop(list(self._running))
 
     @property
     def running(self) -> int:
@@ -125,7 +141,7 @@ class Calls:
             known = self._waited.get(key)
             if known is not None and known.can_be_joined_by(request):
                 return Client(known)
-        if self._tasks is None:
+        if not self._is_open:
             raise EngineUnavailable("the server is not running; come back when it is", retry_after_s=1)
         if session.calls >= self._config.max_concurrent and session.waiting >= self._config.max_waiting:
             raise Busy(
@@ -139,7 +155,8 @@ class Calls:
             self._waited[key] = call
         client = Client(call)
         self._running.add(call)
-        self._tasks.start_soon(self._run, call)
+        # A task of our own, not of a task group: it is made for every call, and this is half the price.
+        call.task = asyncio.get_running_loop().create_task(self._run(call))
         return client
 
     def finish(self, client: Client) -> None:
@@ -152,9 +169,13 @@ class Calls:
         elif not call.clients and not call.is_done:
             asyncio.get_running_loop().call_later(self._config.grace_s, self._abort_unless_awaited, call)
         elif not call.clients and call.error is None:
-            self._undelivered.append(call)
-            if len(self._undelivered) > _KEPT:
-                self._forget(self._undelivered.popleft())
+            self._keep(call)
+
+    def _keep(self, call: Call) -> None:
+        """It is done, and nobody has it."""
+        self._undelivered.append(call)
+        if len(self._undelivered) > _KEPT:
+            self._forget(self._undelivered.popleft())
 
     def _forget(self, call: Call) -> None:
         for key in _keys(call.session, call.request):
@@ -165,29 +186,35 @@ class Calls:
         if not call.clients and not call.is_done:
             call.has_gone = True
             self._forget(call)
-            call._scope.cancel()
+            call.stop()
 
     async def stop_session(self, session: Session) -> None:
         """End every call of a session, and wait until they are recorded; who waits gets SessionEnded."""
         stopped = [c for c in self._running if c.session is session]
         for call in stopped:
             call.error = SessionEnded(f"session {session.episode_id} ended while this call was in progress")
-            call._scope.cancel()
         for key in [k for k in self._waited if k[0] == session.episode_id]:
             del self._waited[key]
-        for call in stopped:
-            await call.ended.wait()
+        await self._stop(stopped)
+
+    async def _stop(self, calls: list[Call]) -> None:
+        for call in calls:
+            call.stop()
+        tasks = [call.task for call in calls if call.task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def _run(self, call: Call) -> None:
         session = call.session
         try:
-            with call._scope:
-                if call.turn is not None:
-                    await self._wait_turn(session, call.turn)
-                try:
-                    await self._answer(call)
-                finally:
-                    self._give_turn(session)
+            if call.turn is not None:
+                await self._wait_turn(session, call.turn)
+            try:
+                await self._answer(call)
+            finally:
+                self._give_turn(session)
+        except asyncio.CancelledError:
+            call.error = call.error or EngineUnavailable("the call was stopped before it was answered", retry_after_s=1)
         except ProxyError as error:
             call.error = error
         except (LogWriteFailed, LogClosed) as error:
@@ -197,14 +224,13 @@ class Calls:
             _log.exception("a model call failed in a way that nobody foresaw")
             call.error = EngineFailed("the call failed inside the server; its log says why")
         finally:
-            if call._scope.cancelled_caught and call.error is None:
-                call.error = EngineUnavailable("the call was stopped before it was answered", retry_after_s=1)
             call.is_done = True
             self._running.discard(call)
             if call.error is not None:
                 self._forget(call)
-            call.ended.set()
-            call._wake()
+            elif not call.clients:
+                self._keep(call)
+            call.wake()
 
     async def _answer(self, call: Call) -> None:
         if call.request.n == 1:
@@ -239,10 +265,10 @@ class Calls:
                 elif call.first is None:
                     call.first = item
                     if keeps:
-                        call._wake()
+                        call.wake()
                 elif keeps:
                     call.pieces.append((choice, item))
-                    call._wake()
+                    call.wake()
         if call.replies[choice] is None:
             raise EngineFailed("the engine ended without an answer")
 

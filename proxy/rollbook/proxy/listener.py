@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,33 @@ class Protocol(HttpToolsProtocol):
     max_header_bytes = 64 << 10
     headers_since: float | None = None  # monotonic; None while no headers are due
     _header_bytes = 0
+    _on_lost: Callable[[], None] | None = None
+    _is_lost = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.headers_since = time.monotonic()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        super().connection_lost(exc)
+        if self._on_lost is not None:
+            self._on_lost()
+
+    def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
+        """Call `leave` when the connection is lost, until what is returned is called."""
+        if self._is_lost:
+            leave()
+        self._on_lost = leave
+        self.flow.resume_reading()  # who does not read does not notice
+        return self._unwatch
+
+    def _unwatch(self) -> None:
+        self._on_lost = None
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope["rollbook.connection"] = self  # type: ignore[typeddict-unknown-key]
         self._header_bytes = 0
         if self.headers_since is None:
             self.headers_since = time.monotonic()

@@ -11,6 +11,8 @@ from types import TracebackType
 import anyio
 import numpy as np
 
+from rollbook.store.events import Float32s, Int32s
+
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled, check_sampling
 from .errors import ContextOverflow, EngineUnavailable
 
@@ -21,6 +23,12 @@ Script = Callable[[Generation], Sequence[int] | Awaitable[Sequence[int]]]
 def scripted_logprob(token: int, index: int) -> float:
     """The logprob that a ScriptedEngine gives to `token` as the index-th of its answer."""
     return -float(np.float32(0.01 + ((token * 31 + index * 7) % 997) / 500))
+
+
+def _logprobs(ids: Int32s, start: int) -> Float32s:
+    """`scripted_logprob` of each of ids, the first of which is the start-th."""
+    at = np.arange(start, start + len(ids), dtype=np.int64)
+    return -(0.01 + ((ids * np.int64(31) + at * 7) % 997) / 500).astype(np.float32)
 
 
 class ScriptedEngine:
@@ -89,9 +97,7 @@ class ScriptedEngine:
                     return
                 yield Sampled(
                     ids=piece,
-                    logprobs=np.asarray(
-                        [scripted_logprob(t, start + i) for i, t in enumerate(piece.tolist())], np.float32
-                    ),
+                    logprobs=_logprobs(piece, start),
                     version=self._version,
                 )
             yield Sampled(

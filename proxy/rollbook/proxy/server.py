@@ -8,6 +8,7 @@ import asyncio
 import gc
 import hashlib
 import ipaddress
+import itertools
 import logging
 import secrets
 import signal
@@ -52,9 +53,10 @@ from .errors import (
 )
 from .listener import Protocol, Server, bind
 from .parsing import Vocabulary
+from .request import Piece
 from .sessions import Session, Sessions
 from .tokenizer import Tokenizer
-from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body
+from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body, watch
 
 AnyRequest: TypeAlias = Request[Any, Any, Any]
 
@@ -103,6 +105,16 @@ class Service:
         self.responses = Responses(self._spell)
         self.messages = Messages(self._spell)
         self.completions = Completions(self._spell)
+        self.dialects: dict[str, Dialect] = {
+            f"{prefix}/{path}": dialect
+            for prefix in ("", "/v1")
+            for path, dialect in (
+                ("chat/completions", self.chat),
+                ("responses", self.responses),
+                ("messages", self.messages),
+                ("completions", self.completions),
+            )
+        }
         self.started = time.time()
         self._pieces = Vocabulary(tokenizer).pieces
         self._loading = anyio.Lock()
@@ -120,7 +132,7 @@ class Service:
             await anyio.to_thread.run_sync(self.sessions.remember)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
-            self.calls.open(tasks)
+            await stack.enter_async_context(self.calls)
             tasks.start_soon(self._tidy)
             self._stack = stack.pop_all()
         return self
@@ -189,7 +201,7 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         if role := headers.get(b"x-rollbook-role"):
             request = msgspec.structs.replace(request, role=role.decode("latin-1"))
         client = service.calls.begin(session, request)
-        await _serve_call(client, dialect, receive, send, stall_s=config.stall_s)
+        await _serve_call(client, dialect, scope, receive, send, config)
     except ClientGone:
         pass
     except ProxyError as error:
@@ -200,55 +212,94 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
             service.calls.finish(client)
 
 
-async def _serve_call(client: Client, dialect: Dialect, receive: Receive, send: Send, *, stall_s: float) -> None:
+async def _serve_call(
+    client: Client, dialect: Dialect, scope: Scope, receive: Receive, send: Send, config: ServeConfig
+) -> None:
     """Give a call's answer to its client. Raises the call's error while nothing has been sent."""
     call, request = client.call, client.call.request
-    watch = asyncio.ensure_future(receive())  # the next message of a whole request can only be that its client is gone
-    watch.add_done_callback(lambda _: client.leave())
+    unwatch = watch(scope, receive, client.leave)
     try:
-        if not request.is_stream:
-            while not call.is_done and not client.has_left:
-                await client.wait()
-            if client.has_left:
-                return
-            if call.error is not None:
-                raise call.error
-            await answer(send, 200, dialect.render(request, call.answer))
-            client.is_served = True
+        if request.is_stream:
+            await _stream_call(client, dialect, send, config)
             return
-        while call.first is None and not call.is_done and not client.has_left:
+        while not call.is_done and not client.has_left:
             await client.wait()
         if client.has_left:
             return
-        if call.first is None:
-            raise call.error or EngineFailed("the call ended without an answer")
-        stream = dialect.stream(request)
-        await send({"type": "http.response.start", "status": 200, "headers": SSE})
-        sent, out = 0, stream.begin(call.first)
-        while True:
-            # Look before sending, so that what came with the end goes out with it.
-            is_done, pieces = call.is_done, call.pieces[sent:]
-            out += b"".join(stream.piece(choice, piece) for choice, piece in pieces)
-            sent += len(pieces)
-            if is_done:
-                out += stream.end(call.answer) if call.error is None else stream.fail(call.error)
-            if out:
-                async with asyncio.timeout(stall_s):
-                    await send({"type": "http.response.body", "body": out, "more_body": not is_done})
-                out = b""
-                if not client.has_left:
-                    call.n_sent = max(call.n_sent, sent)
-            if is_done:
-                client.is_served = not client.has_left and call.error is None
-                return
-            if client.has_left:
-                return
-            if sent == len(call.pieces) and not call.is_done:
-                await client.wait()
-    except TimeoutError:
-        raise ClientGone from None  # it takes nothing any more
+        if call.error is not None:
+            raise call.error
+        await answer(send, 200, dialect.render(request, call.answer))
+        client.is_served = True
     finally:
-        watch.cancel()
+        unwatch()
+
+
+async def _stream_call(client: Client, dialect: Dialect, send: Send, config: ServeConfig) -> None:
+    call = client.call
+    while call.first is None and not call.is_done and not client.has_left:
+        await client.wait()
+    if client.has_left:
+        return
+    if call.first is None:
+        raise call.error or EngineFailed("the call ended without an answer")
+    stream = dialect.stream(call.request)
+    await send({"type": "http.response.start", "status": 200, "headers": SSE})
+    loop = asyncio.get_running_loop()
+    sent, out = 0, stream.begin(call.first)
+    while True:
+        # Look before sending, so that what came with the end goes out with it.
+        is_done, pieces = call.is_done, call.pieces[sent:]
+        sent += len(pieces)
+        out += b"".join([stream.piece(choice, piece) for choice, piece in join_pieces(pieces)])
+        if is_done:
+            out += stream.end(call.answer) if call.error is None else stream.fail(call.error)
+        if out:
+            try:
+                async with asyncio.timeout(config.stall_s):
+                    await send({"type": "http.response.body", "body": out, "more_body": not is_done})
+            except TimeoutError:
+                raise ClientGone from None  # it takes nothing any more
+            out = b""
+            if not client.has_left:
+                call.n_sent = max(call.n_sent, sent)
+        if is_done:
+            client.is_served = not client.has_left and call.error is None
+            return
+        last = loop.time()
+        if sent == len(call.pieces) and not call.is_done and not client.has_left:
+            await client.wait()
+        if client.has_left:
+            return
+        # The first token goes at once; those that come close together afterwards share a write.
+        early = config.pace_s - (loop.time() - last)
+        if early > 0 and not call.is_done:
+            await asyncio.sleep(early)
+
+
+def join_pieces(pieces: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+    """Neighbours of the same choice and kind as one piece, in order."""
+    if len(pieces) < 2:
+        return pieces
+    joined: list[tuple[int, Piece]] = []
+    for (choice, _), group in itertools.groupby(pieces, _kind):
+        run = [piece for _, piece in group]
+        first = run[0]
+        if len(run) > 1:
+            first = msgspec.structs.replace(
+                first,
+                text="".join([piece.text for piece in run]),
+                reasoning="".join([piece.reasoning for piece in run]),
+                tool_arguments="".join([piece.tool_arguments for piece in run]),
+                token_ids=[token for piece in run for token in piece.token_ids],
+                logprobs=[logprob for piece in run for logprob in piece.logprobs],
+            )
+        joined.append((choice, first))
+    return joined
+
+
+def _kind(item: tuple[int, Piece]) -> tuple[int, int]:
+    choice, piece = item
+    return choice, -2 if piece.reasoning else -1 if piece.tool_index is None else piece.tool_index
 
 
 def _require_post(scope: Scope) -> None:
@@ -486,9 +537,25 @@ HANDLERS = [
 ]
 
 
-def create_app(service: Service) -> Litestar:
+class App(Litestar):
+    """Litestar, but that model calls do not go through its routing and middleware.
+
+    They are its routes all the same: a path with a trailing slash, say, comes to them the long way.
+    """
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            service: Service = self.state.service
+            dialect = service.dialects.get(scope["path"])
+            if dialect is not None:
+                await complete(service, dialect, scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+
+def create_app(service: Service) -> App:
     """The ASGI application of a service, which must be entered before it is called."""
-    return Litestar(
+    return App(
         HANDLERS,
         state=State({"service": service}),
         dependencies={"service": Provide(provide_service, sync_to_thread=False)},

@@ -76,6 +76,19 @@ async def _discard(receive: Receive) -> None:
                 pass
 
 
+def watch(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Callable[[], None]:
+    """Have `leave` called when the client of a whole request goes; returns what ends that.
+
+    Our own server tells without a task (`listener.Protocol`); under another one the next message tells.
+    """
+    connection = scope.get("rollbook.connection")
+    if connection is not None:
+        return connection.watch(leave)
+    task = asyncio.ensure_future(receive())
+    task.add_done_callback(lambda _: leave())
+    return task.cancel  # type: ignore[return-value]
+
+
 async def answer(send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
     """A whole answer at once."""
     await send(
