@@ -550,3 +550,36 @@ async def test_versions_are_those_that_sampled_each_token():
         versions = talk.recorded[reply.interaction_id].versions.tolist()
         assert versions == sorted(versions)
         assert (versions[0], versions[-1], reply.version) == (0, 3, 3)
+
+
+async def test_episodes_sleep_where_many_are_open_and_go_on_as_if_they_had_not():
+    settings = CaptureSettings(memory=1)
+    async with Talk("a", "b", "c", "d", settings=settings) as talk:
+        first = await talk.ask([user("q")])
+        assert talk.episode.is_asleep
+        assert not talk.episode.nodes
+        assert talk.episode.last_main == first.interaction_id
+        assert talk.episode.n_interactions == 1
+        second = await talk.ask([user("q"), said(first), user("r")])
+        assert talk.fact(second).edge == "extends"
+        other = talk.capture.open("ep_2")
+        async with anyio.create_task_group() as tasks:
+            for episode in (talk.episode, other):
+                told = (
+                    [user("q"), said(first), user("r"), said(second), user("s")]
+                    if episode is talk.episode
+                    else [user("q")]
+                )
+                asked = Request(dialect="chat", messages=told)
+
+                async def run(episode=episode, asked=asked):
+                    async for _ in talk.capture.stream(episode, asked):
+                        pass
+
+                tasks.start_soon(run)
+        assert other.is_asleep
+        assert talk.episode.is_asleep
+        assert sorted(str(talk.fact(i).edge) for i in talk.recorded) == ["None", "None", "extends", "extends"]
+        talk.check_book()
+        talk.capture.forget(talk.episode)
+        assert talk.capture._size == 0

@@ -47,6 +47,7 @@ _ID_PREFIX = {"chat": "chatcmpl", "responses": "resp", "messages": "msg", "compl
 _LONG = 20_000  # characters; a text above this is tokenised in a thread
 _SYSTEM = ("system", "developer")
 
+_NODE_SIZE = 1_500  # bytes of a node and its place in the tree, beside tokens and messages
 _PATHS_SIZE = 2 << 20  # tokens of whole paths that are kept for the next turn
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "auto"  # how it writes its thoughts: think, none; auto
     template: dict[str, Any] = {}  # variables that the chat template gets with every request
     rules: Rules = DEFAULT_RULES  # what is left out of a message's identity
+    memory: int = 64 << 20  # bytes, about, that open episodes keep; above it the ones used least recently sleep
 
 
 # ---------------------------------------------------------------- what is kept of an episode
@@ -125,19 +127,28 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """What an open episode needs in memory. Made by `Capture.open` or `Capture.reopen`."""
+    """What an open episode needs in memory. Made by `Capture.open` or `Capture.reopen`.
+
+    One that nobody has used for long, where many are open, is asleep: it knows its interactions' names and places in
+    the book, and the rest is read again when a request comes.
+    """
 
     episode_id: str
     run_id: str
-    tree: TreeIndex
+    places: dict[str, tuple[str, int] | None] = field(default_factory=dict)  # by interaction; None: not durable yet
+    tree: TreeIndex = field(default_factory=TreeIndex)
     nodes: dict[str, Node] = field(default_factory=dict)
     roots: list[tuple[Node, bool]] = field(default_factory=list)  # (node, whether it asked for a form of answer)
     bodies: dict[str, list[Node]] = field(default_factory=dict)  # sha256 of a request -> its interactions
+    size: int = 0  # bytes, about
+    n_running: int = 0  # requests in progress
+    is_asleep: bool = False
+    main_when_asleep: str | None = None
 
     @property
     def n_interactions(self) -> int:
         """Answered calls, those included whose client left."""
-        return len(self.nodes)
+        return len(self.places)
 
     @property
     def last_main(self) -> str | None:
@@ -147,6 +158,8 @@ class Episode:
         not ask for a form of answer (a side call does, for a title), else in the first. Orphans, and what was asked
         with `store: false`, have no part in it.
         """
+        if self.is_asleep:
+            return self.main_when_asleep
         with_tools = (root for root, has_form in self.roots if root.tools and not has_form)
         without_form = (root for root, has_form in self.roots if not has_form)
         main = next(with_tools, None) or next(without_form, None) or next((root for root, _ in self.roots), None)
@@ -164,6 +177,11 @@ class Episode:
             self.roots.append((node, has_form))
         if body is not None:
             self.bodies.setdefault(body, []).append(node)
+
+    def sleep(self) -> None:
+        """Forget what the book knows."""
+        self.main_when_asleep, self.is_asleep, self.size = self.last_main, True, 0
+        self.tree, self.nodes, self.roots, self.bodies = TreeIndex(), {}, [], {}
 
 
 @dataclass(slots=True, eq=False)
@@ -210,25 +228,56 @@ class Capture:
             variables=settings.template,
         )
         self._max_context: int | None = None
+        self._awake: OrderedDict[Episode, None] = OrderedDict()  # idle, the one used least recently first
+        self._waking = anyio.Lock()
+        self._size = 0  # of all episodes that are awake
         self._paths: OrderedDict[Node, Path] = OrderedDict()  # whole paths of the newest nodes
         self._paths_size = 0
 
     def open(self, episode_id: str, *, run_id: str | None = None) -> Episode:
         """Memory for a new episode, of the capture's run unless told; its EpisodeOpened is the caller's to append."""
-        return Episode(episode_id, run_id or self._run_id, TreeIndex(self._settings.rules))
+        return Episode(episode_id, run_id or self._run_id, tree=TreeIndex(self._settings.rules))
 
     def reopen(self, episode_id: str, rows: pa.Table) -> Episode:
         """The same for an episode that the book knows: its events as `Log.gather` gives them, oldest first. Blocks."""
-        found: list[tuple[Event, tuple[str, int]]] = []
-        for batch in rows.combine_chunks().to_batches():
-            places = zip(batch.column("writer").to_pylist(), batch.column("position").to_pylist(), strict=True)
-            found += zip(from_batch(batch), places, strict=True)
-        tree = TreeIndex.from_events((event for event, _ in found), self._settings.rules)
-        episode = Episode(episode_id, found[0][0].run_id if found else self._run_id, tree)
+        found = _events_in(rows)
+        episode = Episode(episode_id, found[0][0].run_id if found else self._run_id)
+        self._read(episode, found)
+        return episode
+
+    def _read(self, episode: Episode, found: list[tuple[Event, tuple[str, int]]]) -> None:
+        episode.tree = TreeIndex.from_events((event for event, _ in found), self._settings.rules)
         for event, place in found:
             if isinstance(event.fact, InteractionRecorded):
                 self._remember(episode, event, event.fact, place)
-        return episode
+
+    async def _wake(self, episode: Episode) -> None:
+        """An episode that is in memory, and will be until it is let go of."""
+        self._awake.pop(episode, None)
+        episode.n_running += 1
+        if episode.is_asleep:
+            async with self._waking:
+                if episode.is_asleep:
+                    places = [place for place in episode.places.values() if place is not None]
+                    rows = await anyio.to_thread.run_sync(self._log.gather, places)
+                    self._read(episode, _events_in(rows))
+                    episode.is_asleep = False
+
+    def _let_go(self, episode: Episode) -> None:
+        episode.n_running -= 1
+        if episode.n_running:
+            return
+        self._awake[episode] = None
+        while self._size > self._settings.memory and self._awake:
+            sleeper = self._awake.popitem(last=False)[0]
+            self._size -= sleeper.size
+            sleeper.sleep()
+
+    def forget(self, episode: Episode) -> None:
+        """The episode has ended; what is kept of it counts no more."""
+        self._awake.pop(episode, None)
+        self._size -= episode.size
+        episode.size = 0
 
     async def stream(
         self, episode: Episode, request: Request, *, delivered: Callable[[], int] | None = None
@@ -245,45 +294,49 @@ class Capture:
         Raises BadRequest and its kin before the first piece, EngineFailed and EngineUnavailable at any time,
         LogWriteFailed and LogClosed instead of the Reply; then nothing was answered.
         """
-        known = self._answered(episode, request)
-        if known is not None:
-            async for item in self._replay(known, request):
-                yield item
-            return
-        call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
-        prompt: _Prompt | None = None
+        await self._wake(episode)
         try:
-            prompt = await self._prompt(episode, request)
-            sampling = call.sampling = await self._sampling(request, len(prompt.ids))
-            yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
-            reader = call.reader = self._reader(request, prompt.ids, sampling)
-            call.reads_at_end = not (request.is_stream or request.stop)
-            generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
-            async with aclosing(self._engine.generate(generation)) as sampled:  # type: ignore[type-var]
-                async for some in sampled:
-                    for piece in call.take(some):
-                        call.n_given += len(piece.token_ids)  # none where nothing is streamed
-                        yield piece
-                    if reader.is_stopped:
-                        call.finish_reason = "stop"
-                        break
-            if call.finish_reason is None:
-                raise EngineFailed("the engine's stream ended without a finish reason; ask again")
-            if call.finish_reason == "abort":
-                raise EngineUnavailable("the engine stopped before the answer was whole; ask again", retry_after_s=1)
-            for piece in call.finish_reading():
-                yield piece
-        except ProxyError as error:
-            await self._record_failure(episode, request, error, call, prompt, delivered)
-            raise
-        except BaseException:
-            if prompt is not None and call.n_output:
-                with anyio.CancelScope(shield=True):
-                    await self._record(episode, request, call, prompt, reached=call.reached(delivered))
-            raise
-        with anyio.CancelScope(shield=True):  # what is durable must be known here too
-            await self._record(episode, request, call, prompt)
-        yield call.reply(request, prompt, self._settings.model)
+            known = self._answered(episode, request)
+            if known is not None:
+                async for item in self._replay(known, request):
+                    yield item
+                return
+            call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
+            prompt: _Prompt | None = None
+            try:
+                prompt = await self._prompt(episode, request)
+                sampling = call.sampling = await self._sampling(request, len(prompt.ids))
+                yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
+                reader = call.reader = self._reader(request, prompt.ids, sampling)
+                call.reads_at_end = not (request.is_stream or request.stop)
+                generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
+                async with aclosing(self._engine.generate(generation)) as sampled:  # type: ignore[type-var]
+                    async for some in sampled:
+                        for piece in call.take(some):
+                            call.n_given += len(piece.token_ids)  # none where nothing is streamed
+                            yield piece
+                        if reader.is_stopped:
+                            call.finish_reason = "stop"
+                            break
+                if call.finish_reason is None:
+                    raise EngineFailed("the engine's stream ended without a finish reason; ask again")
+                if call.finish_reason == "abort":
+                    raise EngineUnavailable("the engine stopped before the answer was whole", retry_after_s=1)
+                for piece in call.finish_reading():
+                    yield piece
+            except ProxyError as error:
+                await self._record_failure(episode, request, error, call, prompt, delivered)
+                raise
+            except BaseException:
+                if prompt is not None and call.n_output:
+                    with anyio.CancelScope(shield=True):
+                        await self._record(episode, request, call, prompt, reached=call.reached(delivered))
+                raise
+            with anyio.CancelScope(shield=True):  # what is durable must be known here too
+                await self._record(episode, request, call, prompt)
+            yield call.reply(request, prompt, self._settings.model)
+        finally:
+            self._let_go(episode)
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt that a request would begin a conversation with. Raises BadRequest."""
@@ -497,7 +550,7 @@ class Capture:
         self._keep_path(node, prompt.path.plus(call.output_ids))
         positions = await self._log.append(event, *also)
         if self._log.writer is not None:
-            node.place = (self._log.writer, positions[0])
+            node.place = episode.places[node.interaction_id] = (self._log.writer, positions[0])
 
     async def _record_failure(
         self,
@@ -589,6 +642,10 @@ class Capture:
             place=place,
         )
         episode.put(node, body=fact.request_sha256, has_form="response_format" in fact.sampling)
+        episode.places[node.interaction_id] = place
+        size = node.own_ids.nbytes + 2 * len(event.messages or b"") + _NODE_SIZE
+        episode.size += size
+        self._size += size
         return node
 
     def _cut_again(self, output: Int32s, sampling: dict[str, Any]) -> Cut | None:
@@ -755,6 +812,15 @@ class _Call:
             model=request.model if request.model != "default" else model,
             version=self.spans[-1][0] if self.spans else 0,
         )
+
+
+def _events_in(rows: pa.Table) -> list[tuple[Event, tuple[str, int]]]:
+    """Events and where they stand in the log."""
+    found: list[tuple[Event, tuple[str, int]]] = []
+    for batch in rows.combine_chunks().to_batches():
+        places = zip(batch.column("writer").to_pylist(), batch.column("position").to_pylist(), strict=True)
+        found += zip(from_batch(batch), places, strict=True)
+    return found
 
 
 def _pieces_of(reply: Reply) -> Iterator[Piece]:

@@ -264,7 +264,7 @@ class Sessions:
                 raise BadRequest("give an interaction_id or target='episode', not both", param="target")
             return None
         has_ended = session.state != "open" and not session.pointers
-        known = session.interactions if has_ended else self.episode_of(session).nodes
+        known = session.interactions if has_ended else self.episode_of(session).places
         if body.interaction_id is not None:
             if body.interaction_id not in known:
                 raise BadRequest(
@@ -299,9 +299,10 @@ class Sessions:
         except BaseException:
             session.state = "open"
             raise
-        session.interactions = tuple(episode.nodes)
+        session.interactions = tuple(episode.places)
         session.last_main = episode.last_main
         session.episode = None  # its tokens are in the book
+        self._capture.forget(episode)
         self._leave(session)
         return len(session.interactions)
 
