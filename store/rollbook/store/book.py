@@ -224,50 +224,64 @@ class Book:
         found = self.sql("select episode_id from interactions where interaction_id = ?", [interaction_id])
         if not found.num_rows:
             raise KeyError(f"no interaction {interaction_id!r} in this book")
-        episode = self._read_episode(found["episode_id"][0].as_py())
-        return next(one for one in episode if one.interaction_id == interaction_id)
+        episode = self.episode(found["episode_id"][0].as_py())
+        return next(one for one in episode.interactions if one.interaction_id == interaction_id)
 
     def episode(self, episode_id: str) -> Episode:
         """One attempt with its whole tree. Raises KeyError."""
-        rows = self.sql("from episodes where episode_id = ?", [episode_id]).to_pylist()
-        interactions = self._read_episode(episode_id)
-        if not rows and not interactions:
-            raise KeyError(f"no episode {episode_id!r} in this book")
-        return Episode(
-            row=rows[0]
-            if rows
-            else {"episode_id": episode_id, "run_id": interactions[0].row["run_id"], "state": "open"},
-            interactions=interactions,
-            rewards=self.sql(
-                "from rewards where episode_id = ? and interaction_id is null order by given_at, event_id", [episode_id]
-            ).to_pylist(),
-            failures=self.sql(
-                "from failures where episode_id = ? order by failed_at, event_id", [episode_id]
-            ).to_pylist(),
-        )
+        return self.episodes([episode_id])[0]
 
-    def _read_episode(self, episode_id: str) -> list[Interaction]:
-        table = self.sql("from interactions where episode_id = ? order by recorded_at, event_id", [episode_id])
-        if not table.num_rows:
-            return []
-        rows = table.to_pylist()
-        stored = self.log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
-        said = [decode_messages(text or '{"request":[],"reply":{}}') for text in stored["messages"].to_pylist()]
-        tree = _Tree(Nodes.read(table.select(NODE_COLUMNS), self._payloads), said)
-        rewards: dict[str, list[dict[str, Any]]] = {}
-        for reward in self.sql(
-            "from rewards where episode_id = ? and interaction_id is not null order by given_at, event_id", [episode_id]
-        ).to_pylist():
-            rewards.setdefault(reward["interaction_id"], []).append(reward)
-        return [
-            Interaction(row, own.request, own.reply, rewards.get(row["interaction_id"], []), tree, i)
-            for i, (row, own) in enumerate(zip(rows, said, strict=True))
-        ]
+    def episodes(self, episode_ids: Sequence[str]) -> list[Episode]:
+        """These attempts with their whole trees, in this order; some hundreds at a time. Raises KeyError."""
+        wanted = pa.table({"id": pa.array(list(episode_ids), pa.string())})
+
+        def rows(table: str, order: str, condition: str = "true") -> pa.Table:
+            where = f"episode_id in (select id from _wanted) and {condition}"
+            return self.sql(f"from {table} where {where} order by {order}, event_id", _wanted=wanted)
+
+        own = self.sql("from episodes where episode_id in (select id from _wanted)", _wanted=wanted).to_pylist()
+        row_of = {row["episode_id"]: row for row in own}
+        rewards_of = _by_target(rows("rewards", "given_at"))
+        failures_of = _by_target(rows("failures", "failed_at"))
+        interactions_of: dict[str, list[Interaction]] = {}
+        table = rows("interactions", "recorded_at")
+        if table.num_rows:
+            stored = self.log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
+            said = [decode_messages(text or '{"request":[],"reply":{}}') for text in stored["messages"].to_pylist()]
+            tree = _Tree(Nodes.read(table.select(NODE_COLUMNS), self._payloads), said)
+            for i, (row, new) in enumerate(zip(table.to_pylist(), said, strict=True)):
+                given = rewards_of.get((row["episode_id"], row["interaction_id"]), [])
+                one = Interaction(row, new.request, new.reply, given, tree, i)
+                interactions_of.setdefault(row["episode_id"], []).append(one)
+        episodes: list[Episode] = []
+        for name in episode_ids:
+            interactions = interactions_of.get(name, [])
+            if name not in row_of:
+                if not interactions:
+                    raise KeyError(f"no episode {name!r} in this book")
+                row_of[name] = {"episode_id": name, "run_id": interactions[0].row["run_id"], "state": "open"}
+            episodes.append(
+                Episode(
+                    row=row_of[name],
+                    interactions=interactions,
+                    rewards=rewards_of.get((name, None), []),
+                    failures=failures_of.get((name, None), []),
+                )
+            )
+        return episodes
 
     def close(self) -> None:
         """Give files and locks back. Twice is once."""
         self.views.close()
         self.log.close()
+
+
+def _by_target(table: pa.Table) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
+    """Rows by (episode, interaction); None for the episode itself."""
+    rows: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
+    for row in table.to_pylist():
+        rows.setdefault((row["episode_id"], row.get("interaction_id")), []).append(row)
+    return rows
 
 
 def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
