@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.agents.errors import AgentsError
-from rollbook.store import StoreError, __version__
+from rollbook.store import StoreError, __version__, open_book
 
 from .config import ConfigError
 from .launch import LaunchFailed
@@ -84,6 +84,41 @@ def _episodes(args: argparse.Namespace) -> None:
         args.format,
         out,
     )
+
+
+def _reward(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from .rereward import reward_by_function, reward_by_sql
+
+    if args.sql:
+        outcome = reward_by_sql(args.book, args.judge, name=args.name, where=args.where)
+    else:
+        with Progress(console=err, transient=True) as bar:
+            task = bar.add_task("judging")
+            outcome = reward_by_function(
+                args.book,
+                args.judge,
+                name=args.name,
+                where=args.where,
+                processes=args.processes,
+                timeout_s=args.timeout,
+                retries=args.retries,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    out.print(
+        f"{outcome.n_judged} episodes judged as {args.name!r} by {outcome.source}; {outcome.n_no_opinion} without an "
+        f"opinion, {outcome.n_failed} failed (table `failures`), {outcome.n_skipped} judged by it before",
+        highlight=False,
+    )
+
+
+def _rewards(args: argparse.Namespace) -> None:
+    from .reading import print_table
+    from .rereward import difference
+
+    with open_book(args.book) as book:
+        print_table(difference(book, args.old, args.new), args.format, out)
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -194,6 +229,29 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--gamma", type=float, default=1.0, help="discount per turn")
     made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
     made.add_argument("--json", action="store_true", help="print JSON instead")
+
+    made = command(
+        "reward",
+        _reward,
+        "give stored episodes new rewards",
+        "rollbook reward runs/demo/book my_rewards.py:score --name v2",
+    )
+    book_of(made)
+    made.add_argument("judge", metavar="JUDGE", help="FILE.py:FUNCTION, MODULE:FUNCTION, or with --sql an expression")
+    made.add_argument("--name", required=True, help="the name of the reward; training takes it by `credit.reward`")
+    made.add_argument("--sql", action="store_true", help="JUDGE is a SQL expression over the episodes table")
+    made.add_argument("--where", default=None, metavar="SQL", help="only episodes for which this holds")
+    made.add_argument("--processes", type=int, default=os.cpu_count(), help="judging at once")
+    made.add_argument("--timeout", type=float, default=None, metavar="S", help="of one async judgement")
+    made.add_argument("--retries", type=int, default=0, help="more tries for a judgement that fails")
+
+    made = command(
+        "rewards", _rewards, "compare two rewards, task by task", "rollbook rewards runs/demo/book reward v2"
+    )
+    book_of(made)
+    made.add_argument("old", metavar="OLD", help="the name of a reward")
+    made.add_argument("new", metavar="NEW", help="the name of another")
+    made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
     book_of(made)

@@ -1,0 +1,234 @@
+"""New rewards for stored episodes: a Python function in processes, or one SQL expression. No engine, no GPU.
+
+A function gets an `Episode` (its row, its interactions with messages and tokens, its rewards so far) and returns a
+number, {interaction_id: number}, or None for no opinion; it may be async. Rewards are appended as events under a name,
+with the function's id and the hash of its source, so that versions stand side by side and training chooses by name.
+Doing it again judges only what this very function has not judged yet; what it failed on is recorded and tried again.
+"""
+
+import asyncio
+import hashlib
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rollbook.agents.errors import WorkflowError
+from rollbook.agents.workflow import load
+from rollbook.store import Book, Event, InteractionFailed, RewardGiven, open_book
+from rollbook.store.book import Episode
+from rollbook.store.credit import episode_rewards_query
+
+CHUNK = 64
+"""Episodes that a process reads and judges at a time."""
+
+Judge = Callable[[Episode], Any]
+Judged = tuple[str, dict[str | None, float], str | None]
+"""Episode id, value by interaction id (None: the episode itself), why it failed."""
+
+
+@dataclass
+class Outcome:
+    """What a pass over the book did."""
+
+    source: str
+    n_judged: int = 0
+    n_failed: int = 0
+    n_no_opinion: int = 0
+    n_skipped: int = 0  # judged by this very function before
+
+
+def judge_of(function: str) -> tuple[Judge, str]:
+    """The function that `file.py:name` or `module:name` means, and its id: name@hash of its source."""
+    where, _, name = function.rpartition(":")
+    if where.endswith(".py"):
+        path = Path(where)
+        if not path.is_file():
+            raise WorkflowError(f"there is no file {path}; give FILE.py:FUNCTION or MODULE:FUNCTION")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        judge = getattr(module, name, None)
+        if judge is None:
+            raise WorkflowError(f"{path} has no function {name!r}")
+    else:
+        judge = load(function)
+    if not callable(judge):
+        raise WorkflowError(f"{function} is a {type(judge).__name__}; expected a function that takes an episode")
+    try:
+        text = inspect.getsource(judge)
+    except (OSError, TypeError):
+        text = repr(judge)
+    module_name = Path(where).stem if where.endswith(".py") else where
+    return judge, f"{module_name}:{name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def judge_episode(judge: Judge, episode: Episode, *, timeout_s: float | None, retries: int) -> Judged:
+    """One episode. Whatever the function raises is this episode's failure, after `retries` more tries."""
+    name = episode.row["episode_id"]
+    reason = ""
+    for attempt in range(retries + 1):
+        if attempt:
+            time.sleep(min(30.0, 0.5 * 2**attempt))
+        try:
+            value = judge(episode)
+            if inspect.isawaitable(value):
+                value = asyncio.run(_in_time(value, timeout_s))
+            return name, _values(value, episode), None
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+    return name, {}, reason
+
+
+async def _in_time(value: Any, timeout_s: float | None) -> Any:
+    return await asyncio.wait_for(value, timeout_s)
+
+
+def _values(value: Any, episode: Episode) -> dict[str | None, float]:
+    if value is None:
+        return {}
+    pairs: dict[str | None, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
+    known = {one.interaction_id for one in episode.interactions}
+    for target, number in pairs.items():
+        if target is not None and target not in known:
+            raise ValueError(f"a reward for {target!r}, which is no interaction of the episode")
+        if isinstance(number, str) or not math.isfinite(float(number)):
+            raise ValueError(f"expected a finite number, {{interaction_id: number}} or None, got {number!r}")
+    return {target: float(number) for target, number in pairs.items()}
+
+
+_worker: tuple[Book, Judge] | None = None
+
+
+def _start_worker(book_path: str, function: str) -> None:
+    global _worker
+    _worker = open_book(book_path), judge_of(function)[0]
+
+
+def _judge_chunk(ids: Sequence[str], timeout_s: float | None, retries: int) -> list[Judged]:
+    assert _worker is not None
+    book, judge = _worker
+    return [judge_episode(judge, episode, timeout_s=timeout_s, retries=retries) for episode in book.episodes(ids)]
+
+
+def reward_by_function(
+    book_path: str,
+    function: str,
+    *,
+    name: str,
+    where: str | None = None,
+    processes: int | None = None,
+    timeout_s: float | None = None,
+    retries: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Judge the ended episodes for which the SQL condition `where` is true. progress: called with (done, of)."""
+    _, source = judge_of(function)
+    with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
+        condition = f"and ({where})" if where else ""
+        ids: list[str] = book.sql(
+            f"select episode_id from episodes where state <> 'open' {condition} order by opened_at, episode_id"
+        )["episode_id"].to_pylist()
+        judged: set[str] = set(
+            book.sql("select distinct episode_id from rewards where name = ? and source = ?", [name, source])[
+                "episode_id"
+            ].to_pylist()
+        )
+        run_of = dict(
+            zip(*(column.to_pylist() for column in book.sql("select episode_id, run_id from episodes")), strict=True)
+        )
+        outcome = Outcome(source, n_skipped=sum(i in judged for i in ids))
+        ids = [i for i in ids if i not in judged]
+        done = 0
+        for chunk in _judge_all(book_path, function, ids, processes or os.cpu_count() or 1, timeout_s, retries):
+            events: list[Event] = []
+            for episode_id, values, reason in chunk:
+                run_id = run_of[episode_id]
+                if reason is not None:
+                    outcome.n_failed += 1
+                    fact = InteractionFailed(
+                        error="RewardFailed", message=f"{source}: {reason}", status=0, dialect="reward"
+                    )
+                    events.append(Event(run_id=run_id, episode_id=episode_id, fact=fact))
+                elif not values:
+                    outcome.n_no_opinion += 1
+                else:
+                    outcome.n_judged += 1
+                for target, value in values.items():
+                    given = RewardGiven(value=value, name=name, source=source)
+                    events.append(Event(run_id=run_id, episode_id=episode_id, interaction_id=target, fact=given))
+            if events:
+                book.log.append_blocking(*events)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, len(ids))
+    return outcome
+
+
+def _judge_all(
+    book_path: str, function: str, ids: Sequence[str], processes: int, timeout_s: float | None, retries: int
+) -> Iterator[list[Judged]]:
+    """Chunks as they are judged, a few in flight per process."""
+    chunks = iter([ids[i : i + CHUNK] for i in range(0, len(ids), CHUNK)])
+    context = get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start_worker, (book_path, function)) as pool:
+        running: set[Future[list[Judged]]] = set()
+        while True:
+            while len(running) < 3 * processes and (chunk := next(chunks, None)) is not None:
+                running.add(pool.submit(_judge_chunk, chunk, timeout_s, retries))
+            if not running:
+                return
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in finished:
+                yield future.result()
+
+
+def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | None = None) -> Outcome:
+    """Judge ended episodes by an expression over the episodes table and the names of other rewards. NULL: no opinion.
+
+    Raises BadSelection for an expression that cannot be read.
+    """
+    source = f"sql@{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
+    with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
+        condition = f"and ({where})" if where else ""
+        table = book.sql(
+            f"select run_id, episode_id, value from ({episode_rewards_query(expression)}) "
+            f"join (select * from episodes where state <> 'open' {condition}) using (episode_id) "
+            "anti join (select episode_id from rewards where name = ? and source = ?) using (episode_id)",
+            [name, source],
+        )
+        columns = (table[column].to_pylist() for column in ("run_id", "episode_id", "value"))
+        outcome = Outcome(source)
+        events: list[Event] = []
+        for run_id, episode_id, value in zip(*columns, strict=True):
+            if value is None:
+                outcome.n_no_opinion += 1
+            else:
+                given = RewardGiven(value=value, name=name, source=source)
+                events.append(Event(run_id=run_id, episode_id=episode_id, fact=given))
+        if events:
+            book.log.append_blocking(*events)
+        outcome.n_judged = len(events)
+    return outcome
+
+
+def difference(book: Book, old: str, new: str) -> Any:
+    """Per task: how many episodes have both rewards, their means, and how many moved. An Arrow table."""
+    return book.sql(
+        "select e.task_id, count(*) as episodes, avg(a.reward) as old, avg(b.reward) as new, "
+        "count(*) filter (where abs(a.reward - b.reward) > 1e-9) as moved "
+        "from episode_rewards a join episode_rewards b using (episode_id) join episodes e using (episode_id) "
+        "where a.name = ? and b.name = ? group by e.task_id order by abs(avg(b.reward) - avg(a.reward)) desc, task_id",
+        [old, new],
+    )
