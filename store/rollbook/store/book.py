@@ -17,11 +17,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from .canned import find_canned
 from .credit import Fork, Scheme, credit_query
 from .directory import DirectoryLog
 from .errors import BookBusy
 from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
+from .relations import read_tokens, read_tool_calls
 from .selection import Selection, discards_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
@@ -177,6 +179,25 @@ class Book:
             scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts, episodes="select id from _wanted"
         )
         return self.sql(query, _wanted=pa.table({"id": pa.array(list(episode_ids), pa.string())}))
+
+    def canned(self, name: str, **params: Any) -> pa.Table:
+        """The answer to one of the questions of `canned.py`. Raises BadSelection."""
+        question = find_canned(name)
+        tables = {"tool_calls": self.tool_calls()} if "tool_calls" in question.sql else {}
+        return self.sql(question.sql, question.bind(params), **tables)
+
+    def tokens(self, interaction_ids: Sequence[str] | None = None) -> pa.Table:
+        """One row per token of these interactions (default: of all), columns in `relations.TOKENS`. Reads the log."""
+        query = "select interaction_id, n_shared, writer, position from interactions"
+        if interaction_ids is None:
+            return read_tokens(self.log, self.sql(f"{query} order by recorded_at, event_id"))
+        wanted = pa.table({"id": pa.array(list(interaction_ids), pa.string())})
+        query = f"{query} where interaction_id in (select id from _wanted) order by recorded_at, event_id"
+        return read_tokens(self.log, self.sql(query, _wanted=wanted))
+
+    def tool_calls(self) -> pa.Table:
+        """One row per tool call that a model made, columns in `relations.TOOL_CALLS`. Reads the log."""
+        return read_tool_calls(self.log)
 
     def nodes(self, interaction_ids: Iterable[str]) -> Nodes:
         """The trees of these interactions, ready to be packed; see `stream.Nodes`."""
