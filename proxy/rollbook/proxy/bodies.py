@@ -64,3 +64,24 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     version: int
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /sql."""
+
+    query: str
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /export_trajectories.
+
+    discount: what a reward loses per turn back. credit: how rewards are spread; `arrival` is AReaL's own way. reward: a
+    name, or an SQL expression over an episode's rewards. style: individual, concat or tree.
+    """
+
+    session_id: str | None = None
+    discount: float = 1.0
+    style: str = "individual"
+    credit: Literal["tree", "broadcast", "arrival", "none"] = "tree"
+    fork: Literal["mean", "sum", "max"] = "mean"
+    reward: str | None = None

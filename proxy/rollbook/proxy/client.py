@@ -150,10 +150,15 @@ class ProxyClient:
         response = await self._send("POST", "/grant_capacity", self._admin_key, attempts=1)
         return int(json.loads(response.content)["capacity"])
 
-    async def export(self, session_id: str, *, style: str = "individual", discount: float = 1.0) -> dict[str, Any]:
-        """A session's interactions with tokens, logprobs and credited rewards. Styles: individual, concat, tree."""
-        body = {"session_id": session_id, "style": style, "discount": discount}
-        answer: dict[str, Any] = await self._post("/export_trajectories", self._admin_key, body)
+    async def export(
+        self, session_id: str, *, style: str = "individual", discount: float = 1.0, credit: str = "tree"
+    ) -> dict[str, Any]:
+        """A session's samples by interaction id, with tokens, logprobs and credited rewards (None where missing).
+
+        Styles: individual, concat, tree. Raises NotFound, BadRequest. May be repeated; nothing is taken out.
+        """
+        body = {"session_id": session_id, "style": style, "discount": discount, "credit": credit}
+        answer: dict[str, Any] = (await self._post("/export_trajectories", self._admin_key, body))["interactions"]
         return answer
 
     async def load_weights(self, path: str, version: int) -> int:

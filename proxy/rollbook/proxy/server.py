@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -29,6 +30,8 @@ from litestar.exceptions import HTTPException
 from litestar.params import FromPath
 
 from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError
+from rollbook.store.book import Book
+from rollbook.store.views import Views
 
 from .bodies import Ended, EndSession, SetReward, Started, StartSession, Weights
 from .calls import Calls, Client
@@ -53,6 +56,7 @@ from .errors import (
 )
 from .listener import Protocol, Server, bind
 from .parsing import Vocabulary
+from .reading import HANDLERS as READING
 from .request import Piece
 from .sessions import Session, Sessions
 from .tokenizer import Tokenizer
@@ -77,7 +81,7 @@ class Service:
         tokenizer: Tokenizer,
         config: ServeConfig | None = None,
         capture: CaptureSettings | None = None,
-        book: Any = None,
+        book: Book | None = None,
     ) -> None:
         config = config or ServeConfig()
         self.admin_key = config.admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
@@ -90,7 +94,9 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
-        self.book = book
+        self._book = book
+        self._views: Views | None = None  # our own, where nobody gave a book
+        self._reading = threading.Lock()
         self.capture = Capture(
             log=log,
             engine=engine,
@@ -120,6 +126,15 @@ class Service:
         self._loading = anyio.Lock()
         self._stack = AsyncExitStack()
 
+    @property
+    def book(self) -> Book:
+        """The log's book; its tables are built at the first question. Blocks then: ask in a thread."""
+        with self._reading:
+            if self._book is None:
+                self._views = Views(self.log)
+                self._book = Book(self.log, self._views)
+            return self._book
+
     def _spell(self, token: int) -> bytes:
         if self._pieces is not None and 0 <= token < len(self._pieces):
             return self._pieces[token]
@@ -130,6 +145,7 @@ class Service:
             await stack.enter_async_context(self.engine)  # type: ignore[arg-type]
             self.sessions.version = (await self.engine.health()).version
             await anyio.to_thread.run_sync(self.sessions.remember)
+            stack.callback(self._close_views)
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             await stack.enter_async_context(self.calls)
@@ -142,6 +158,11 @@ class Service:
     ) -> None:
         # What failed outside is not for the tasks in here to wrap: it goes on by itself.
         await self._stack.__aexit__(None, None, None)
+
+    def _close_views(self) -> None:
+        if self._views is not None:
+            self._views.close()
+            self._views = self._book = None
 
     async def _tidy(self) -> None:
         """Close what nobody uses."""
@@ -534,6 +555,7 @@ HANDLERS = [
     health,
     models,
     model,
+    *READING,
 ]
 
 
