@@ -317,6 +317,17 @@ def test_export_concat_gives_the_leaves():
     assert samples["4"]["versions"].tolist() == [[-1, -1, 0, 0, -1, 0, 0, -1, 2, 2, 2]]
 
 
+def test_a_compaction_begins_a_trajectory_and_a_retry_takes_the_place_of_what_it_repeats():
+    forest = areal_example()
+    forest.add("5", "4", [1, 2], [3], edge="compacts", shared=0)
+    forest.add("6", "5", [4], [5])
+    forest.add("7", "6", [], [6, 7], edge="retries")
+    samples = export(forest.nodes(), {}, style="concat")
+    assert list(samples) == ["3", "4", "7"]
+    assert samples["7"]["input_ids"].tolist() == [[1, 2, 3, 4, 6, 7]]
+    assert samples["7"]["loss_mask"].tolist() == [[0, 0, 1, 0, 1, 1]]
+
+
 def test_export_refuses_concat_of_rendered_history_and_unknown_styles():
     forest = areal_example()
     forest.add("5", "4", [1], [2], edge="rerendered", shared=1)

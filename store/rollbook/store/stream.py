@@ -348,6 +348,7 @@ class Nodes:
 
     interaction_ids: list[str]
     parent: Longs  # index, -1 for none
+    is_root: Bools  # begins a tree: it has no parent, or `compacts` one
     is_continuing: Bools  # `extends`, or `retries`, which takes the place of its parent: outputs above stay trained
     n_shared: Longs
     n_prompt: Longs
@@ -375,7 +376,18 @@ class Nodes:
                 f"{names[i]}: the views say {n_prompt[i] - n_shared[i]} new prompt and {n_output[i]} output tokens, "
                 f"the log has {lengths[i, 0]} and {lengths[i, 1]}; rebuild the views"
             )
-        return cls(names, parent.astype(np.int64), continuing, n_shared, n_prompt, n_output, addresses, held)
+        compacts = pc.equal(edges, "compacts").fill_null(False).to_numpy(zero_copy_only=False)
+        return cls(
+            names,
+            parent.astype(np.int64),
+            compacts | (parent < 0),
+            continuing,
+            n_shared,
+            n_prompt,
+            n_output,
+            addresses,
+            held,
+        )
 
     def __len__(self) -> int:
         return len(self.interaction_ids)
@@ -389,6 +401,10 @@ class Nodes:
                 f"no interaction {missing[0]!r} in this book ({len(missing)} of {len(interaction_ids)} asked)"
             )
         return found.to_numpy().astype(np.int64)
+
+    def leaves(self) -> Longs:
+        """Where trajectories end: nodes that none extends, and none takes the place of."""
+        return np.setdiff1d(np.arange(len(self)), self.parent[self.is_continuing])
 
     def load(self, rows: Sequence[int] | Longs | None = None, *, form: Form = "individual") -> Tokens:
         """The rows that end at these nodes (default: all nodes), packed in this order."""
@@ -642,15 +658,14 @@ def export(
     if style == "individual":
         tokens = nodes.load()
     elif style == "concat":
-        is_exact = nodes.is_continuing | (nodes.parent < 0)
+        is_exact = nodes.is_continuing | nodes.is_root
         if not is_exact.all():
             raise ValueError(
                 "Cannot export interactions in 'concat' style: "
                 f"{nodes.interaction_ids[int(np.flatnonzero(~is_exact)[0])]} was rendered anew from its messages, so "
                 "its prompt is not its parent's tokens; use style 'individual'"
             )
-        leaves = np.setdiff1d(np.arange(len(nodes)), nodes.parent)
-        tokens = nodes.load(leaves, form="trajectory")
+        tokens = nodes.load(nodes.leaves(), form="trajectory")
     else:
         raise ValueError(f"Invalid export interactions style {style!r}; expected 'individual', 'concat' or 'tree'")
     samples = {}
