@@ -515,7 +515,12 @@ class DirectoryLog:
             slices.append(batch.slice(begin, end - begin))
         return pa.Table.from_batches(slices, SCHEMA)
 
-    def frame(self, writer: str, position: int) -> Frame:
+    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+        segment = self._find(writer, position)
+        if columns is not None and isinstance(segment, Sealed):
+            k = segment.frame_of(position)
+            batch = segment.batch(k, columns)
+            return Frame(segment.first_of(k), batch, batch.nbytes)
         first, batch, cost = self._frame_at(writer, position)
         return Frame(first, batch, 0 if cost == _VIEW_COST else cost)
 

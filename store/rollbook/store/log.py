@@ -59,10 +59,10 @@ class Log(Protocol):
         """The events at (writer, position), one row each, in the order asked. Raises KeyError for none there."""
         ...
 
-    def frame(self, writer: str, position: int) -> Frame:
+    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
         """The batch that holds an event, as it lies there: for readers that come back for its neighbours.
 
-        Raises KeyError for none there.
+        columns: what is needed of it, where that saves work; others may be there too. Raises KeyError for none there.
         """
         ...
 

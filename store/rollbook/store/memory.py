@@ -84,7 +84,7 @@ class MemoryLog:
             rows.append(batch.slice(position - first, 1))
         return pa.Table.from_batches(rows, SCHEMA)
 
-    def frame(self, writer: str, position: int) -> Frame:
+    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
         batches = self._book.get(writer, [])
         k = bisect_right(batches, position, key=lambda b: b.column("position")[0].as_py()) - 1
         if k >= 0:

@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +289,13 @@ class Sealed:
         """Which row group holds a position that is in [first, next)."""
         return bisect_right(self._file().starts, position - self.first) - 1
 
-    def batch(self, k: int) -> pa.RecordBatch:
-        """Row group `k`, decoded. Raises LogCorrupt."""
-        return self._file().read(k, None)
+    def batch(self, k: int, columns: Sequence[str] | None = None) -> pa.RecordBatch:
+        """Row group `k`, decoded, or only some columns of it. Raises LogCorrupt."""
+        return self._file().read(k, None if columns is None else list(columns))
+
+    def first_of(self, k: int) -> int:
+        """Position of the first row of row group `k`."""
+        return self.first + self._file().starts[k]
 
     def ids(self) -> Ids:
         file = self._file()
@@ -332,8 +336,7 @@ class _ParquetFile:
         try:
             with self._lock:
                 table = self._file.read_row_group(k, columns=columns)
-            if columns is None:
-                table = table.cast(SCHEMA)
+            table = table.cast(pa.schema([SCHEMA.field(name) for name in table.column_names]))
             (batch,) = table.combine_chunks().to_batches()
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise self._corrupt(error) from error

@@ -317,7 +317,7 @@ class Payloads:
         stop = -1
         for position in np.sort(positions).tolist():
             if position >= stop:
-                frame = self._log.frame(writer, position)
+                frame = self._log.frame(writer, position, _TOKEN_COLUMNS)
                 found.append(frame)
                 stop = frame.first + frame.batch.num_rows
         return found
