@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from rollbook.store import SCHEMA, BadEvent, DirectoryLog, Event, Log, LogClosed, MemoryLog, RunStarted
 from rollbook.store.events import from_batch
+from rollbook.store.http import HttpLog
 from rollbook.store.log import advance
 from store_histories import events, interaction, same
+from store_served import KEY, Server
 
 Books = Callable[[], Callable[[str], Log]]
 
@@ -37,11 +39,18 @@ def sealing_books(tmp_path: Path) -> Callable[[str], Log]:
     return lambda writer: DirectoryLog(tmp_path / f"book{number}", writer, roll_bytes=1, live_bytes=0)
 
 
-LOGS = {"memory": memory_books, "directory": directory_books, "sealing": sealing_books}
+LOGS = {"memory": memory_books, "directory": directory_books, "sealing": sealing_books, "http": directory_books}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(params=LOGS)
-def new_book(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Books]:
+def new_book(request: pytest.FixtureRequest, tmp_path: Path, server: Server) -> Iterator[Books]:
     """Makes empty books: a function from a writer's name to its log."""
     opened: list[Log] = []
 
@@ -50,12 +59,14 @@ def new_book(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Books]:
 
         def open_log(writer: str) -> Log:
             opened.append(open_as(writer))
+            if request.param == "http":
+                opened.append(HttpLog(server.add(opened[-1]), KEY))
             return opened[-1]
 
         return open_log
 
     yield new
-    for log in opened:
+    for log in reversed(opened):
         log.close()
 
 
@@ -74,7 +85,7 @@ def rows(log: Log, cursor: Any = None) -> list[tuple[str, int, Event]]:
 
 
 many = st.lists(st.lists(events(), min_size=1, max_size=4), min_size=1, max_size=6)
-with_books = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_books = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @with_books

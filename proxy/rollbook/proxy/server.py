@@ -54,6 +54,7 @@ from .errors import (
     TooLarge,
     WrongMethod,
 )
+from .events import HANDLERS as EVENTS
 from .listener import Protocol, Server, bind
 from .parsing import Vocabulary
 from .reading import HANDLERS as READING
@@ -556,6 +557,7 @@ HANDLERS = [
     models,
     model,
     *READING,
+    *EVENTS,
 ]
 
 

@@ -24,7 +24,7 @@ import queue
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -479,7 +479,7 @@ class DirectoryLog:
                         if self._parsed and segment not in self._chains[writer].segments:
                             self._forget(segment)
 
-    async def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
+    async def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
         wait_s = _POLL_S[0]
         while True:
             is_last = self._is_closed

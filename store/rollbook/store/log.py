@@ -5,7 +5,7 @@ the positions of its own writer, gap-free from 0, and reads the events of every 
 one position per writer: the next one to read. Nothing here knows about trees, rewards or SQL.
 """
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import pyarrow as pa
@@ -51,7 +51,7 @@ class Log(Protocol):
         """Every durable event at or after the cursor: batches of SCHEMA, in order within each writer."""
         ...
 
-    def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
+    def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
         """`read`, and then what comes later, until closed or cancelled."""
         ...
 

@@ -5,7 +5,7 @@ Several writers share one book through `MemoryLog.sibling`, as several processes
 
 import threading
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import anyio
 import pyarrow as pa
@@ -68,7 +68,7 @@ class MemoryLog:
                 if first + batch.num_rows > start:
                     yield batch.slice(max(0, start - first))
 
-    async def follow(self, cursor: Cursor = START) -> AsyncIterator[pa.RecordBatch]:
+    async def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
         while True:
             for batch in self.read(cursor):
                 cursor = advance(cursor, batch)
