@@ -9,7 +9,7 @@ TORCH_ARGS ?=
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint unit clean
+.PHONY: help demo test test-sdks check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -37,6 +37,15 @@ test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+test-sdks:  ## SDKs that need much or exclude the others: CAMEL and the Claude Agent SDK, each in an environment of its own
+	$(PYTHON) -m venv $(VENV)-camel
+	$(VENV)-camel/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
+	$(VENV)-camel/bin/pip install --quiet --editable '.[serve,train,math,agents-camel]' pytest pytest-timeout
+	$(VENV)-camel/bin/python -m pytest tests/sdks/check_camel.py
+	$(PYTHON) -m venv $(VENV)-claude
+	$(VENV)-claude/bin/pip install --quiet --editable '.[serve,math,agents-claude]' pytest pytest-timeout
+	$(VENV)-claude/bin/python -m pytest tests/sdks/check_claude.py
 
 clean:  ## remove the environment and caches; books under runs/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache dist

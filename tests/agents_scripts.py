@@ -41,3 +41,11 @@ def planning(generation):
     if "Split the question" in text:
         return said("- 3 * 4\n- 12 + 5")
     return said("12" if "3 * 4" in text.rsplit("<|im_start|>user", 1)[1] else "18")
+
+
+def claude_calculator(generation: Generation) -> list[int]:
+    """The calculator under the names that Claude's SDK gives tools of an MCP server."""
+    n_results = text_of(generation).count("<|im_start|>tool")
+    name = "mcp__calculator__"
+    calls = [call(f"{name}multiply", a=3, b=4), call(f"{name}add", a=12, b=5), r"The answer is \boxed{17}."]
+    return said(calls[min(n_results, 2)])

@@ -1,6 +1,5 @@
 """AReaL's scripts, unchanged, to a trained step."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,8 +9,7 @@ import pytest
 
 from rollbook.app.config import ConfigError
 from rollbook.store import open_book
-
-TESTS = Path(__file__).parents[1]
+from sdk_checks import EXAMPLES, run_areal
 
 TRAIN = """
 import sys
@@ -128,20 +126,16 @@ perf_tracer: {enabled: false}
 """
 
 
-def run_areal(folder: Path, script: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(script)
-    (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
-    shutil.copy(TESTS.parent / "examples" / "openai_agents_math.py", folder / "my_agent.py")
-    command = [sys.executable, "-m", "rollbook.app.cli", "run-areal", "train.py", "--config", "config.yaml", *overrides]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+def run(folder: Path, script: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    shutil.copy(EXAMPLES / "openai_agents_math.py", folder / "my_agent.py")
+    return run_areal(folder, script, CONFIG, *overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", [TRAIN, WORKFLOW], ids=["agent", "workflow"])
 def test_an_areal_script_runs_unchanged_to_a_trained_step(tmp_path, script):
-    done = run_areal(tmp_path, script, "scheduler.type=local", "workflow=my_agent.MathAgent")
+    done = run(tmp_path, script, "scheduler.type=local", "workflow=my_agent.MathAgent")
     assert done.returncode == 0, done.stdout + done.stderr
     with open_book(tmp_path / "areal" / "first" / "book") as book:
         (trained,) = book.sql("select count(*) n from batches where trained_at is not null")["n"].to_pylist()
@@ -176,7 +170,7 @@ def test_a_misspelt_key_is_told_and_no_areal_is_importable_outside(tmp_path, mon
     ],
 )
 def test_a_name_of_areal_that_is_not_here_is_told_in_a_sentence(tmp_path, script, says):
-    done = run_areal(tmp_path, script)
+    done = run(tmp_path, script)
     assert done.returncode == 1
     assert says in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr

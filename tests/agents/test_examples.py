@@ -1,32 +1,11 @@
 """Every example runs as it stands, against the real server and a scripted model."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from rollbook.agents.data import get_custom_dataset
-
-TESTS = Path(__file__).parents[1]
-EXAMPLES = TESTS.parent / "examples"
-
-
-def run(*arguments: str) -> dict:
-    """What `agents_example.py` prints last."""
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path]),
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-    }
-    command = [sys.executable, str(TESTS / "agents_example.py"), *arguments]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=55)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict = json.loads(done.stdout.splitlines()[-1])
-    return result
+from sdk_checks import EXAMPLES, run_example
 
 
 @pytest.mark.parametrize(
@@ -39,7 +18,7 @@ def run(*arguments: str) -> dict:
     ],
 )
 def test_an_agent_with_tools_is_recorded_call_by_call_and_rewarded(name, script, dialect):
-    result = run(f"{name}.MathAgent", script)
+    result = run_example(f"{name}.MathAgent", script)
     assert result["episodes"] == [["done", None, 1.0, 3]] * 2
     assert result["n_recorded"] == 6
     assert result["is_whole"]
@@ -49,11 +28,13 @@ def test_an_agent_with_tools_is_recorded_call_by_call_and_rewarded(name, script,
 
 
 def test_the_seeds_agent_runs_on_an_event_loop_outside_the_main_thread():
-    assert run("openai_agents_math.MathAgent", "calculator", "thread")["episodes"] == [["done", None, 1.0, 3]] * 2
+    assert (
+        run_example("openai_agents_math.MathAgent", "calculator", "thread")["episodes"] == [["done", None, 1.0, 3]] * 2
+    )
 
 
 def test_planner_and_workers_are_recorded_and_rewarded_by_role():
-    result = run("planner_workers.PlannerAndWorkers", "planning")
+    result = run_example("planner_workers.PlannerAndWorkers", "planning")
     assert result["episodes"] == [["done", None, 3.0, 4]] * 2
     assert result["rewards"] == [["planner", 1.0]] * 4 + [["worker", 0.0]] * 2 + [["worker", 1.0]] * 2
 

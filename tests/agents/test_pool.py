@@ -1,6 +1,8 @@
 """Worker processes: killed one by one, warm, and never holding anybody up."""
 
 import os
+import subprocess
+import sys
 
 import anyio
 import pytest
@@ -127,3 +129,32 @@ async def test_a_reward_that_fails_is_a_failure_and_not_zero(tmp_path):
     with pytest.raises(BadReward, match="is nan"):
         await AsyncRewardWrapper(jobs.nan)()
     assert await AsyncRewardWrapper(jobs.dies_once)(str(tmp_path / "once")) == 0.5
+
+
+def test_a_main_program_without_a_guard_is_told_so(tmp_path):
+    (tmp_path / "main.py").write_text(
+        "import asyncio\nfrom rollbook.agents.rewards import AsyncRewardWrapper\n"
+        "def judge():\n    return 1.0\nprint(asyncio.run(AsyncRewardWrapper(judge, max_retries=0)()))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert "must stand under `if __name__" in done.stderr
+    guarded = (tmp_path / "main.py").read_text().replace("print(", "if __name__ == '__main__':\n    print(")
+    (tmp_path / "main.py").write_text(guarded)
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    (tmp_path / "main.py").write_text(
+        "import asyncio, agents_jobs\nfrom rollbook.agents.pool import ProcessPool\n"
+        "async def main():\n    pool = ProcessPool(1)\n    print(await pool.call(agents_jobs.pid), flush=True)\n"
+        "    await pool.call(agents_jobs.hang)\n"
+        "if __name__ == '__main__':\n    asyncio.run(main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "main.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as parent:
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    jobs.gone(worker)

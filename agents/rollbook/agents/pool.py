@@ -39,6 +39,10 @@ class WorkerDied(Exception):
     """The process ended before it answered."""
 
 
+START_S = 300.0
+"""How long a worker may take to start: it imports what the main program imports."""
+
+
 class _Worker:
     """One process. All methods block; `kill` may be called from any thread at any time, twice is once."""
 
@@ -47,6 +51,21 @@ class _Worker:
         self.process = _spawn.Process(target=_serve, args=(theirs,))  # a daemon could not start processes
         self.process.start()
         theirs.close()
+
+    def wait_ready(self) -> None:
+        """Until it takes calls. Raises WorkerDied."""
+        try:
+            if self.connection.poll(START_S):
+                self.connection.recv_bytes()
+                return
+            self.kill()
+            raise WorkerDied(f"its process did not start within {START_S:g} s")
+        except (EOFError, OSError) as error:
+            self.process.join(5)
+            raise WorkerDied(
+                f"its process ended (exit code {self.process.exitcode}) while it started. It imports the main program, "
+                'whose work must stand under `if __name__ == "__main__":`'
+            ) from error
 
     def call(self, job: bytes) -> tuple[bool, Any, WorkerTraceback | None]:
         """Raises EOFError or OSError when the process is gone."""
@@ -86,8 +105,8 @@ class ProcessPool:
     ) -> Any:
         """`function(*args, **kwargs)` in a worker, awaited there if it is a coroutine. `env` holds for this call.
 
-        Raises what the function raises, WorkerTimeout, WorkerDied, or TypeError for what cannot be pickled:
-        functions go by name, so a worker must be able to import them.
+        timeout_s counts from when the worker has started. Raises what the function raises, WorkerTimeout, WorkerDied,
+        or TypeError for what cannot be pickled: functions go by name, so a worker must be able to import them.
         """
         try:
             job = pickle.dumps((function, args, dict(kwargs or {}), dict(env or {})))
@@ -131,6 +150,7 @@ class ProcessPool:
     def _start(self) -> None:
         worker = _Worker()
         self._workers.add(worker)
+        worker.wait_ready()
         with self._lock:
             self._idle.append(worker)
 
@@ -182,6 +202,7 @@ def _serve(connection: Connection) -> None:
         sys.path.insert(0, os.getcwd())
     pid = os.getpid()
     before = dict(os.environ)
+    connection.send_bytes(b"ready")
     loop = asyncio.Runner()  # one for all jobs, so that a client which an agent keeps stays usable
     while True:
         try:

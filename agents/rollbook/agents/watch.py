@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("rollbook.agents")
 
-BLOCKED_S = 0.5
+BLOCKED_S = 1.0
 """A step that takes longer blocks the loop."""
 STRIKES = 2
 
