@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from sdk_checks import run_areal, run_example
 
 from rollbook.store import open_book
+from sdk_checks import run_areal, run_example
 
 TRAIN = '''
 import sys
