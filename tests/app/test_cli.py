@@ -44,7 +44,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert command in text
 
 
-@pytest.mark.parametrize("command", ["serve", "train", "sql", "episodes", "show", "verify", "demo", "run-areal"])
+@pytest.mark.parametrize(
+    "command",
+    ["serve", "train", "sql", "episodes", "show", "reward", "rewards", "replay", "verify", "demo", "run-areal"],
+)
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, command, "--help")
     assert status == 0

@@ -121,6 +121,23 @@ def _rewards(args: argparse.Namespace) -> None:
         print_table(difference(book, args.old, args.new), args.format, out)
 
 
+def _replay(args: argparse.Namespace) -> None:
+    from .playback import replay
+    from .reading import find_episode
+
+    sys.path.insert(0, os.getcwd())
+    with open_book(args.book) as book:
+        played = replay(book, find_episode(book, args.episode), args.workflow, tokenizer=args.tokenizer)
+    n = len(played.again.interactions)
+    if not played.is_same:
+        what = played.divergence or f"{played.n_unasked} recorded calls were not made, or a reply was read otherwise"
+        raise Stop(f"{n} calls went as recorded, then: {what}")
+    out.print(
+        f"{n} calls went as recorded, answered without a model; reward {played.again.row['reward']} "
+        f"(recorded {played.episode.row['reward']})"
+    )
+
+
 def _verify(args: argparse.Namespace) -> None:
     from .reading import verify_book
 
@@ -252,6 +269,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("old", metavar="OLD", help="the name of a reward")
     made.add_argument("new", metavar="NEW", help="the name of another")
     made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
+
+    made = command(
+        "replay",
+        _replay,
+        "run an agent again on the record of an episode",
+        "rollbook replay BOOK last my_agent.MathAgent",
+    )
+    book_of(made)
+    made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one, or `last`")
+    made.add_argument("workflow", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
+    made.add_argument("--tokenizer", required=True, metavar="DIR", help="the model folder it was recorded with")
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
     book_of(made)
