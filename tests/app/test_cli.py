@@ -69,6 +69,18 @@ def test_sql_in_every_format(book_path: Path, capsys: pytest.CaptureFixture[str]
     assert pq.read_table(target).to_pylist() == [{"state": "done", "reward": 0.5}]
 
 
+def test_canned_questions_by_name(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "sql", str(book_path))
+    assert status == 0
+    assert "task_curve" in text
+    status, text = said(capsys, "sql", str(book_path), "group_health", "run=r", "--format", "json")
+    assert status == 0
+    assert json.loads(text)[0]["run_id"] == "r"
+    status, text = said(capsys, "sql", str(book_path), "group_health", "nonsense=1")
+    assert status == 1
+    assert "no parameter 'nonsense'" in text
+
+
 def test_show_and_episodes(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ep_2" in said(capsys, "episodes", str(book_path))[1]
     status, text = said(capsys, "show", str(book_path), "ep_1")

@@ -53,7 +53,8 @@ def _train(args: argparse.Namespace) -> None:
 def _sql(args: argparse.Namespace) -> None:
     from .reading import print_table, query
 
-    print_table(query(args.book, args.query), args.format, out, Path(args.output) if args.output else None)
+    table = query(args.book, args.query, args.params)
+    print_table(table, args.format, out, Path(args.output) if args.output else None)
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -220,7 +221,10 @@ def _parser() -> argparse.ArgumentParser:
         'rollbook sql runs/demo/book "from episodes"',
     )
     book_of(made)
-    made.add_argument("query", metavar="QUERY", help="one SQL statement; docs/sql.md lists the tables")
+    made.add_argument(
+        "query", nargs="?", default=None, metavar="QUERY", help="SQL, or a question's name; none: their list"
+    )
+    made.add_argument("params", nargs="*", metavar="A=B", help="parameters of a question, e.g. run=demo/tools")
     made.add_argument(
         "--format", choices=["table", "csv", "json", "parquet", "arrow"], default="table", help="how to print"
     )

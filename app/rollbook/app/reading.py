@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,43 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from rollbook.store import Book, QueryRefused, StoreError, open_book
+from rollbook.store import BadSelection, Book, QueryRefused, StoreError, open_book
 from rollbook.store.book import Episode, Interaction
+from rollbook.store.canned import CANNED
 from rollbook.store.credit import Scheme
 from rollbook.store.verify import verify
 
 _WIDTH = 60  # of a cell; a terminal is no place for a whole config
 
 
-def query(book_path: str, statement: str) -> pa.Table:
-    """Answer one statement from a book, live or not. Raises StoreError."""
+def query(book_path: str, statement: str | None, params: Sequence[str] = ()) -> pa.Table:
+    """Answer a statement, or a canned question by its name and `a=b` parameters, from a book, live or not.
+
+    None: the canned questions themselves. Raises StoreError.
+    """
+    if statement is None:
+        return pa.table({"question": list(CANNED), "help": [one.help for one in CANNED.values()]})
     with open_book(book_path) as book:
         try:
+            if statement in CANNED:
+                return book.canned(statement, **_params(params))
             return book.sql(statement)
         except duckdb.Error as error:
             raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the tables and their columns)") from error
+
+
+def _params(words: Sequence[str]) -> dict[str, Any]:
+    """`a=b` words; a value that reads as JSON is one."""
+    given: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise BadSelection(f"expected a parameter like run=my-run, got {word!r}")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
+    return given
 
 
 def _cell(value: Any) -> str:
