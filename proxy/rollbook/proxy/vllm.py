@@ -9,12 +9,17 @@ goes on as a new one from the tokens it has, exactly as it does when the server 
 belongs to one version, whole, and no token's label is a guess; the version that vLLM reports is checked against ours.
 Every request carries its version as cache salt, a second guard against keys and values of old weights.
 
+On a CPU vLLM keeps a repacked copy of the head and does not renew it when the weights of a model with tied embeddings
+are reloaded (seen in 0.32: logits of new hidden states through the old head). There the model is served untied, from
+a folder of links with the head written out; a tied server that was given by URL takes no new weights.
+
 Requests with a seed repeat as long as they are not interrupted: vLLM's dice start anew where an answer goes on.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,7 +36,7 @@ import anyio.to_thread
 import msgspec
 import numpy as np
 
-from .checkpoint import check_fits
+from .checkpoint import check_fits, is_tied, write_untied
 from .engine import (
     EMPTY_IDS,
     EMPTY_LOGPROBS,
@@ -104,7 +109,7 @@ class VLLMEngine:
     version: of the weights that the server starts with.
     python: the interpreter that has vLLM, often of an environment of its own; None: ours.
     args: flags passed to vLLM as they are, e.g. ("--dtype", "bfloat16", "--max-model-len", "4096").
-    env: added to the server's environment.
+    env: added to the server's environment. A server on a CPU needs {"VLLM_TARGET_DEVICE": "cpu"}.
     start_s: how long a server may take to start, or a given one to come back.
     output: file that the server's output goes to; None: a temporary one, named when the server fails.
     """
@@ -122,7 +127,7 @@ class VLLMEngine:
         output: str | Path | None = None,
     ) -> None:
         self.logprobs_mode: LogprobsMode = "processed"
-        self._model = Path(model)
+        self._model = self._serves = Path(model)
         self._is_ours = url is None
         self._url = (url or "").rstrip("/")
         self._python = str(python or sys.executable)
@@ -134,6 +139,9 @@ class VLLMEngine:
         self._session: aiohttp.ClientSession | None = None
         self._weights: Path | None = None  # None: those that the server starts with
         self._version = version
+        self._untied: tempfile.TemporaryDirectory[str] | None = None  # where a server has a head of its own
+        self._is_untied = False
+        self._is_stuck = False  # reloading would leave the old head
         self._reason: str | None = "not started"
         self._max_context = 0
         self._vocab_size: int | None = None
@@ -159,6 +167,10 @@ class VLLMEngine:
         )
         try:
             config = json.loads((self._model / "config.json").read_bytes())
+            self._untied = tempfile.TemporaryDirectory(prefix="rollbook-untied-")
+            if self._is_ours and is_tied(self._model) and self._env.get("VLLM_TARGET_DEVICE") == "cpu":
+                self._serves = Path(self._untied.name) / "model"
+                await anyio.to_thread.run_sync(write_untied, self._model, self._model, self._serves)
             self._vocab_size = config.get("vocab_size")
             async with self._changing:
                 await self._bring_up()
@@ -185,6 +197,8 @@ class VLLMEngine:
             if session is not None:
                 await session.close()
             await self._end_process()
+            if self._untied is not None:
+                self._untied.cleanup()
 
     async def _end_process(self) -> None:
         process, self._process = self._process, None
@@ -205,7 +219,16 @@ class VLLMEngine:
         command = [
             *(sys.executable, "-m", "rollbook.proxy.tether"),
             *(self._python, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self._model), "--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)),
+            *(
+                "--model",
+                str(self._serves),
+                "--served-model-name",
+                "policy",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ),
             # Tokens in and out; logprobs of what was drawn from; no sampling defaults out of the model's folder.
             *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
             *self._args,
@@ -234,9 +257,7 @@ class VLLMEngine:
         self._lives += 1
         if self._weights is not None:
             # A server that came back has the weights it starts with, not those it had.
-            await self._post(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._weights)}}
-            )
+            await self._put(self._weights)
         if self._has_versions:
             await self._post("/update_weight_version", {"new_version": str(self._version)})
         if self._is_paused:
@@ -277,6 +298,10 @@ class VLLMEngine:
             raise EngineUnavailable(f"{self._url}/v1/models names no max_model_len: is it a vLLM server?")
         self._has_generate = await self._status("POST", "/inference/v1/generate", {}) != 404
         self._has_versions = await self._status("GET", "/weight_info") == 200
+        root = Path(first.get("root") or self._model)
+        was_tied = is_tied(self._model)
+        self._is_untied = was_tied and (root / "config.json").is_file() and not is_tied(root)
+        self._is_stuck = was_tied and not self._is_untied and await self._is_on_cpu()
         if self._is_paused:
             return  # it would not answer, and was asked before
         # With one token to choose from, processed logprobs are 0 and raw ones are not.
@@ -287,6 +312,14 @@ class VLLMEngine:
             raise EngineUnavailable(f"vLLM at {self._url} does not answer with tokens: {error}") from error
         logprobs = np.concatenate([logprobs for _, logprobs, _ in pieces])
         self.logprobs_mode = "processed" if not logprobs.any() else "raw"
+
+    async def _is_on_cpu(self) -> bool:
+        if await self._status("GET", "/server_info") != 200:
+            return False  # without the dev routes there are no new weights either
+        info = await self._json("GET", "/server_info?config_format=json")
+        config = info.get("vllm_config")
+        device = config.get("device_config", {}) if isinstance(config, dict) else {}
+        return "cpu" in (device.get("device_type"), device.get("device"))
 
     # -- answers
 
@@ -499,6 +532,12 @@ class VLLMEngine:
 
     async def load_weights(self, path: str, version: int) -> None:
         """See the seam. `path` must be readable by the server under the same name."""
+        if self._is_stuck:
+            raise EngineFailed(
+                f"vLLM at {self._url} runs a model with tied embeddings on a CPU and would keep the old head: start it "
+                "from a folder whose config.json says tie_word_embeddings false, with lm_head.weight written out, or "
+                "let us start it with VLLM_TARGET_DEVICE=cpu in `env`"
+            )
         weights = Path(os.path.abspath(path))  # noqa: ASYNC240 (asks the disk for nothing)
         await anyio.to_thread.run_sync(check_fits, self._model, weights)
         async with self._changing:
@@ -529,8 +568,20 @@ class VLLMEngine:
             await self._fall_back(weights, error)
         self._weights, self._version = weights, version
 
+    async def _put(self, weights: Path) -> None:
+        """Make the server read these weights."""
+        target = None
+        if self._is_untied:
+            assert self._untied is not None
+            target = Path(tempfile.mkdtemp(dir=self._untied.name)) / "weights"
+            await anyio.to_thread.run_sync(write_untied, self._model, weights, target)
+        kwargs = {"weights_path": str(target or weights)}
+        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        if target is not None:
+            await anyio.to_thread.run_sync(shutil.rmtree, target.parent)
+
     async def _reload(self, weights: Path, version: int) -> None:
-        await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}})
+        await self._put(weights)
         answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
         if answer.get("success") is False:
             raise EngineFailed("vLLM could not drop its prefix cache")

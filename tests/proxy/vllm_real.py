@@ -1,0 +1,171 @@
+"""The contract against a real vLLM on a CPU, and what only the real one can show: `make test-vllm`.
+
+Not collected by a plain `pytest`: it needs 3.5 GB of packages and minutes. ROLLBOOK_VLLM_PYTHON names the interpreter
+that has vLLM.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
+from rollbook.app.models import prepare_model
+from rollbook.proxy.engine import Engine, Sampled
+from rollbook.proxy.vllm import VLLMEngine
+
+ARGS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "64")
+ENV = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
+PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    return prepare_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    """The same model a step further, as a learner would leave it."""
+    path = tmp_path_factory.mktemp("weights")
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(folder / "model.safetensors")
+    moved = {n: t * (1 + 0.05 * torch.randn(t.shape, generator=generator)).to(t.dtype) for n, t in weights.items()}
+    save_file(moved, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return path
+
+
+def started(folder: Path) -> VLLMEngine:
+    return VLLMEngine(folder, python=os.environ["ROLLBOOK_VLLM_PYTHON"], args=ARGS, env=ENV)
+
+
+@pytest.fixture(scope="session")
+def url(folder: Path) -> Iterator[str]:
+    with anyio.from_thread.start_blocking_portal() as portal:
+        since = time.monotonic()
+        with portal.wrap_async_context_manager(started(folder)) as engine:
+            print(f"\nvLLM answered after {time.monotonic() - since:.0f} s")
+            yield engine._url
+
+
+class TestVLLM(EngineContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, folder: Path, other: Path, url: str, tmp_path: Path) -> None:
+        self.folder, self.url = folder, url
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "wrong").mkdir()
+        save_file({"model.norm.weight": torch.ones(3)}, tmp_path / "wrong" / "model.safetensors")
+        bad = (str(tmp_path / "nowhere"), str(tmp_path / "empty"), str(tmp_path / "wrong"))
+        self.limits = Limits(new_weights=(str(other),), bad_weights=bad)
+
+    def make(self) -> AbstractAsyncContextManager[Engine]:
+        return VLLMEngine(self.folder, url=self.url)
+
+
+def dense_logprobs(model: Any, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+@pytest.fixture
+async def engine(folder: Path, url: str) -> AsyncIterator[VLLMEngine]:
+    async with VLLMEngine(folder, url=url) as engine:
+        await engine.load_weights(str(folder), 0)  # another test left its own
+        yield engine
+
+
+@pytest.mark.anyio
+async def test_processed_logprobs_are_those_of_a_forward_pass(engine: VLLMEngine, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert engine.logprobs_mode == "processed"
+    assert await engine._is_on_cpu()
+    for temperature in (1.0, 0.7):
+        pieces = await collect(engine, generation(PROMPT, max_tokens=24, temperature=temperature, seed=1))
+        expected = dense_logprobs(model, PROMPT, ids_of(pieces), temperature)
+        print("largest difference", np.abs(np.subtract(logprobs_of(pieces), expected)).max())
+        assert np.allclose(logprobs_of(pieces), expected, atol=1e-3)
+
+
+@pytest.mark.anyio
+async def test_weights_change_under_running_requests_and_every_label_is_true(
+    engine: VLLMEngine, folder: Path, other: Path
+) -> None:
+    models = {v: AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for v, p in ((0, folder), (1, other))}
+    answers: list[list[Sampled]] = [[] for _ in range(4)]
+    took = 0.0
+
+    async def ask(n: int) -> None:
+        nonlocal took
+        asked = generation([*PROMPT, 20 + n], str(n), max_tokens=60, seed=n)
+        async with aclosing(engine.generate(asked)) as pieces:
+            async for piece in pieces:
+                answers[n].append(piece)
+                if n == 0 and len(answers[0]) == 20:
+                    since = time.monotonic()
+                    await engine.load_weights(str(other), 1)
+                    took = time.monotonic() - since
+
+    async with anyio.create_task_group() as tasks:
+        for n in range(4):
+            tasks.start_soon(ask, n)
+    print(f"the update took {took:.2f} s")
+    for n, pieces in enumerate(answers):
+        output, got = ids_of(pieces), np.array(logprobs_of(pieces))
+        versions = np.array([piece.version for piece in pieces for _ in piece.ids])
+        assert len(output) == 60
+        assert set(versions) == {0, 1}
+        for version, model in models.items():
+            expected = np.array(dense_logprobs(model, [*PROMPT, 20 + n], output))
+            assert np.allclose(got[versions == version], expected[versions == version], atol=1e-3)
+            assert not np.allclose(got[versions != version], expected[versions != version], atol=1e-2)
+
+
+@pytest.mark.anyio
+async def test_a_killed_server_is_started_again_and_answers_go_on(folder: Path, other: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    async with started(folder) as engine:
+        await engine.load_weights(str(other), 5)
+
+        async def kill() -> None:
+            with anyio.fail_after(60):
+                while (await engine.health()).running < 3:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            await anyio.sleep(1.0)
+            assert engine._process is not None
+            for child in psutil.Process(engine._process.pid).children(recursive=True):
+                if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
+                    os.kill(child.pid, signal.SIGKILL)
+                    return
+            raise AssertionError("vLLM has no EngineCore process here")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(kill)
+            asked = [generation([*PROMPT, 30 + n], str(n), max_tokens=60, seed=n) for n in range(3)]
+            answers = await asyncio.gather(*(collect(engine, one) for one in asked))
+        for n, pieces in enumerate(answers):
+            assert len(ids_of(pieces)) == 60
+            assert {piece.version for piece in pieces} == {5}
+            expected = dense_logprobs(model, [*PROMPT, 30 + n], ids_of(pieces))
+            assert np.allclose(logprobs_of(pieces), expected, atol=1e-3)
+        assert engine._lives == 2
+        group = engine._process
+        assert group is not None
+        processes = psutil.Process(group.pid).children(recursive=True)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
