@@ -374,6 +374,30 @@ def test_one_writer_name_has_one_owner(tmp_path: Path) -> None:
     DirectoryLog(tmp_path / "book", "w").close()
 
 
+def test_a_forked_child_is_told_to_open_the_book_itself(tmp_path: Path) -> None:
+    code = """
+        import os, sys, warnings
+        from rollbook.store import DirectoryLog, LogClosed
+        from store_load import numbered
+        warnings.simplefilter("ignore")
+        log = DirectoryLog(sys.argv[1], "w")
+        log.append_blocking(numbered(1, 0))
+        child = os.fork()
+        if child == 0:
+            try:
+                log.append_blocking(numbered(1, 1))
+            except LogClosed as error:
+                os._exit(0 if "open the book again here" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert log.append_blocking(numbered(1, 1)) == [1]
+        log.close()
+    """
+    process = python(code, tmp_path / "book")
+    process.communicate(timeout=50)
+    assert process.returncode == 0
+
+
 def test_writers_in_many_processes_share_a_book(tmp_path: Path) -> None:
     code = """
         import sys

@@ -198,6 +198,7 @@ class DirectoryLog:
         self._chains: dict[str, Chain] = {}
         self._reading = threading.RLock()  # around the chains; batches are read outside
         self._accepting = threading.Lock()  # around the queue and the two below
+        self._pid = os.getpid()
         self._is_closed = False
         self._failure: str | None = None
         self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -324,6 +325,8 @@ class DirectoryLog:
     def _submit(self, request: _Request) -> None:
         for event in request.events:
             check(event)
+        if os.getpid() != self._pid:  # forked: the thread that writes is the parent's
+            raise LogClosed(f"{self.path} was opened by process {self._pid}, not by this one; open the book again here")
         with self._accepting:
             if self._failure is not None:
                 raise LogClosed(
@@ -481,6 +484,7 @@ class DirectoryLog:
 
     async def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
         wait_s = _POLL_S[0]
+        await anyio.to_thread.run_sync(self._refresh, _PATIENCE_S)  # verifies what was there; later looks are short
         while True:
             is_last = self._is_closed
             self._refresh(_PATIENCE_S)

@@ -330,6 +330,9 @@ def decode_fact(kind: str, payload: str | bytes) -> Fact:
 def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
     """Built from buffers: pyarrow's checking constructors would be most of what a small commit costs."""
     n = len(arrays)
+    is_there = [a is not None for a in arrays]
+    if not any(is_there):
+        return pa.nulls(n, _LIST_TYPES[name])
     present = [a for a in arrays if a is not None and len(a)]
     values = np.concatenate(present) if present else np.empty(0, dtype)
     if values.ndim != 1:
@@ -344,7 +347,6 @@ def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type
     np.cumsum(lengths, out=offsets[1:])
     if offsets[-1] >= 1 << 31:
         raise BadEvent(f"{name} of one append hold {offsets[-1]} values, more than 2^31; append fewer events at once")
-    is_there = [a is not None for a in arrays]
     validity = None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
     return pa.Array.from_buffers(
         _LIST_TYPES[name],
