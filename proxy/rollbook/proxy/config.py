@@ -126,7 +126,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_concurrent: int = 64  # model calls of one session at once; more wait their turn
     max_waiting: int = 256  # calls of one session that wait; more are told to come back
     grace_s: float = 1.5  # how long a call outlives its client, so that the client's retry finds it
-    pace_s: float = 0.005  # tokens of a stream that come closer together than this share a write; the first never waits
+    pace_s: float = 0.01  # tokens of a stream that come closer together than this share a write; the first never waits
     stall_s: float = 120.0  # a client that takes nothing for this long is gone
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
