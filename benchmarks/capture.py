@@ -2,7 +2,7 @@
 
 The engine and the log are as cheap as they can be, so what is measured is ours. A turn adds about 72 prompt tokens and
 300 sampled ones. Prints microseconds of CPU per completion around turns 8, 32 and 200 of one session, with tools and
-without, and the memory that open sessions of 8 turns keep. Run: python benchmarks/capture.py [tokenizer folder]
+without; per completion streamed in 300 pieces; and the memory that open sessions of 8 turns keep. Run: python benchmarks/capture.py [tokenizer folder]
 """
 
 import asyncio
@@ -39,14 +39,14 @@ TOOLS = [
 
 
 class CheapEngine:
-    """Answers at once with the same tokens, in pieces of 8."""
+    """Answers at once with the same tokens, in pieces of a size."""
 
     logprobs_mode: LogprobsMode = "processed"
 
-    def __init__(self, ids: np.ndarray) -> None:
+    def __init__(self, ids: np.ndarray, size: int = 8) -> None:
         self._pieces = [
             Sampled(ids=part, logprobs=np.full(len(part), -0.5, np.float32), version=0)
-            for part in np.split(ids, range(8, len(ids), 8))
+            for part in np.split(ids, range(size, len(ids), size))
         ]
         self._last = Sampled(
             ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), version=0, finish_reason="stop"
@@ -74,8 +74,10 @@ class NoLog:
         return list(range(self.n - len(events), self.n))
 
 
-async def turn(capture: Capture, episode: Episode, told: list[dict[str, Any]], tools: list[Any]) -> Reply:
-    request = Request(dialect="chat", messages=told, tools=tools, body_sha256="00")
+async def turn(
+    capture: Capture, episode: Episode, told: list[dict[str, Any]], tools: list[Any], is_stream: bool = False
+) -> Reply:
+    request = Request(dialect="chat", messages=told, tools=tools, body_sha256="00", is_stream=is_stream)
     last: Any = None
     async with aclosing(capture.stream(episode, request)) as items:  # type: ignore[type-var]
         async for item in items:
@@ -83,7 +85,7 @@ async def turn(capture: Capture, episode: Episode, told: list[dict[str, Any]], t
     return last
 
 
-async def session(capture: Capture, name: str, n_turns: int, tools: list[Any]) -> list[float]:
+async def session(capture: Capture, name: str, n_turns: int, tools: list[Any], is_stream: bool = False) -> list[float]:
     """CPU seconds of each turn."""
     episode = capture.open(name)
     told = [{"role": "system", "content": "You read code. " * 60}, {"role": "user", "content": QUESTION * 3}]
@@ -92,7 +94,7 @@ async def session(capture: Capture, name: str, n_turns: int, tools: list[Any]) -
         # A real request is decoded anew each turn: no object is the one of the turn before.
         fresh = [dict(m) for m in told]
         begin = time.process_time()
-        reply = await turn(capture, episode, fresh, tools)
+        reply = await turn(capture, episode, fresh, tools, is_stream)
         spent.append(time.process_time() - begin)
         told += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": QUESTION * 3}]
     KEPT.append(episode)
@@ -116,6 +118,13 @@ async def main() -> None:
             median = around[len(around) // 2] * 1e6
             print(f"{name}, {folder}: turn {at:>3}: {median:7.0f} us CPU per completion (median of {len(around)})")
         print(f"{name}, {folder}: session of {max(AT)} turns: {sum(runs[0][: max(AT)]) * 1e3:.0f} ms CPU")
+    streaming = Capture(log=NoLog(), engine=CheapEngine(ids, 1), tokenizer=tokenizer, run_id="r")  # type: ignore[arg-type]
+    for name, tools in (("no tools", []), ("12 tools", TOOLS)):
+        runs = [await session(streaming, f"t{n}", 8, tools, True) for n in range(6)]
+        spent = sorted(t for run in runs for t in run[2:])
+        print(
+            f"{name}, {folder}: streamed in {len(ids)} pieces: {spent[len(spent) // 2] * 1e6:.0f} us CPU per completion"
+        )
     KEPT.clear()
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -209,3 +209,14 @@ async def test_template_variables_of_a_request_reach_the_template(tmp_path):
         high = await talk.ask([user("q")], template={"effort": "high"})
         assert talk.tokenizer.decode(low.prompt_ids).startswith("easy ")
         assert talk.tokenizer.decode(high.prompt_ids).startswith("hard ")
+
+
+def test_a_head_that_many_share_is_encoded_once_and_the_same():
+    tokenizer = Tokenizer.load("bytes")
+    renderer = Renderer(tokenizer)
+    for n in range(80):
+        for question in ("one", "two"):
+            told = [system(f"{n} " + "Be good. " * 80), user(question)]
+            text = tokenizer.render(told, [BASH], add_generation_prompt=True)
+            assert renderer.root(told, [BASH]).tolist() == tokenizer.encode(text).tolist()
+    assert len(renderer._heads) == 64

@@ -746,9 +746,12 @@ class _Call:
             n = self.reader.n_taken - before
             if self.reader.is_stopped:
                 self.n_claimed = None  # we ended it
-        self.ids.append(ids[:n])
-        self.lps.append(logprobs[:n])
-        self.spans.append((sampled.version, n))
+        self.ids.append(ids if n == len(ids) else ids[:n])
+        self.lps.append(logprobs if n == len(ids) else logprobs[:n])
+        if self.spans and self.spans[-1][0] == sampled.version:
+            self.spans[-1] = (sampled.version, self.spans[-1][1] + n)
+        else:
+            self.spans.append((sampled.version, n))
         self.n_output += n
         return pieces
 

@@ -52,6 +52,11 @@ class Parser(Protocol):
     markers: tuple[str, ...]
     """Special tokens whose text the parser needs to see."""
 
+    @property
+    def wakes_at(self) -> str | None:
+        """Text without this character now goes through as it is; "": any text does; None: none does."""
+        ...
+
     def feed(self, text: str) -> list[Segment]:
         """What is now certain."""
         ...
@@ -81,6 +86,10 @@ class ThinkParser:
         """is_open: the prompt has opened the thought already."""
         self._state = "open" if is_open else "start"
         self._buffer = ""
+
+    @property
+    def wakes_at(self) -> str | None:
+        return "" if self._state == "said" else None
 
     def feed(self, text: str) -> list[Segment]:
         self._buffer += text
@@ -206,6 +215,10 @@ class HermesParser:
         self._value = _Value()
         self._seen = 0  # characters of the arguments that `_value` has read
 
+    @property
+    def wakes_at(self) -> str | None:
+        return "<" if self._state == "text" and not self._buffer else None
+
     def feed(self, text: str) -> list[Segment]:
         self._buffer += text
         found: list[Segment] = []
@@ -287,6 +300,10 @@ class JsonParser:
     def __init__(self) -> None:
         self._buffer = ""
         self._is_text = False
+
+    @property
+    def wakes_at(self) -> str | None:
+        return "" if self._is_text else None
 
     def feed(self, text: str) -> list[Segment]:
         if self._is_text:
@@ -449,6 +466,7 @@ class Reader:
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []
         self._after_call = True  # white space here is not content yet
+        self._wakes_at: str | None = None  # text without these characters needs no parser; None: all text does
         self.n_taken = 0  # tokens that count
         self.is_stopped = False  # a stop string was found: nothing further counts
         self.cut: Cut | None = None
@@ -457,8 +475,17 @@ class Reader:
         """Take tokens: int32 [n], float32 [n]. After a stop string, `n_taken` says how many of them counted."""
         plain = ids.tolist()
         if not self._stop:
-            segments = self._parse(self._stream.push(plain))
             n = len(plain)
+            text = self._stream.push(plain)
+            if self._wakes_at is not None and text and not any(c in text for c in self._wakes_at):
+                self.n_taken += n
+                self._content.append(text)
+                if not self._keep_tokens:
+                    return [Piece(text=text)]
+                self._ids += plain
+                self._logprobs += logprobs.tolist()
+                return [self._piece(text=text)]
+            segments = self._parse(text)
         else:
             segments, n = [], 0
             for token in plain:
@@ -470,7 +497,10 @@ class Reader:
         if self._keep_tokens:
             self._ids += plain[:n]
             self._logprobs += logprobs[:n].tolist()
-        return self._pieces(segments)
+        pieces = self._pieces(segments)
+        wakes = None if self._after_call or self._blank else [p.wakes_at for p in self._parsers]
+        self._wakes_at = None if wakes is None or None in wakes else "".join(w for w in wakes if w)
+        return pieces
 
     def push_text(self, text: str) -> list[Piece]:
         """Take text that is not tokens any more."""

@@ -31,6 +31,9 @@ History = Literal["template", "exact"]
 _MARK = f"rb{os.urandom(8).hex()}"
 """Stands for a reply while we look for what follows it. No message holds it: it is new in each process."""
 
+_LONG_HEAD, _HEADS = 500, 64
+"""Characters from which on a conversation's head is kept with its ids, and how many are kept."""
+
 _MANY = 32
 """Turns of the one long conversation that a template is tried with."""
 
@@ -187,6 +190,7 @@ class Renderer:
         self._new_reasoning_parser = _chosen("reasoning_parser", reasoning_parser, REASONING_PARSERS)
         self._knows_developer = "developer" in shown
         self._checks: dict[Ways, Check] = {}
+        self._heads: dict[str, Int32s] = {}
         self._end = ""  # the text that ends the model's turn, and its id
         self._end_id = -1
         self._find_end()
@@ -197,7 +201,7 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), variables: dict[str, Any] | None = None
     ) -> Int32s:
         """The prompt of a conversation that continues nothing. Raises BadRequest with the template's words."""
-        return self.tokenizer.encode(self._write(self.plain(messages), tools, variables))
+        return self._encode_whole(self._write(self.plain(messages), tools, variables))
 
     def raw(self, prompt: str | list[int]) -> Int32s:
         """A prompt that is no conversation: text, with what the tokenizer puts at its ends, or ids."""
@@ -392,6 +396,21 @@ class Renderer:
         return self.tokenizer.render(
             told, list(tools), add_generation_prompt=True, **{**self._variables, **(variables or {})}
         )
+
+    def _encode_whole(self, text: str) -> Int32s:
+        """The ids of a whole conversation. Its head, system prompt and tools, is the same for many: encoded once."""
+        head = text[: text.find(self._end) + len(self._end)] if self._end and len(text) >= _LONG_HEAD else ""
+        if len(head) < _LONG_HEAD:
+            return self.tokenizer.encode(text)
+        known = self._heads.get(head)
+        if known is not None:
+            return np.concatenate((known, self._encode_after(text[len(head) :])))
+        ids, head_ids = self.tokenizer.encode(text), self.tokenizer.encode(head)
+        if np.array_equal(ids, np.concatenate((head_ids, self._encode_after(text[len(head) :])))):
+            if len(self._heads) >= _HEADS:
+                del self._heads[next(iter(self._heads))]
+            self._heads[head] = head_ids
+        return ids
 
     def _encode_after(self, text: str) -> Int32s:
         """The ids of text that stands behind other tokens, not at the beginning."""
