@@ -2,7 +2,8 @@
 
 The engine and the log are as cheap as they can be, so what is measured is ours. A turn adds about 72 prompt tokens and
 300 sampled ones. Prints microseconds of CPU per completion around turns 8, 32 and 200 of one session, with tools and
-without; per completion streamed in 300 pieces; and the memory that open sessions of 8 turns keep. Run: python benchmarks/capture.py [tokenizer folder]
+without; per completion streamed in 300 pieces; and the memory that open sessions of 8 turns keep.
+Run: python benchmarks/capture.py [tokenizer folder]
 """
 
 import asyncio

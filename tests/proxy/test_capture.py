@@ -583,3 +583,64 @@ async def test_episodes_sleep_where_many_are_open_and_go_on_as_if_they_had_not()
         talk.check_book()
         talk.capture.forget(talk.episode)
         assert talk.capture._size == 0
+
+
+NAMED = {"type": "function", "function": {"name": "bash"}}
+
+
+@pytest.mark.parametrize("template", [None, "chatml_tools"])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "sampled"),
+    [("required", 'bash", "arguments": {"a": 1}}</tool_call>'), (NAMED, '{"a": 1}}</tool_call>')],
+)
+async def test_a_call_that_the_client_insists_on_is_begun_in_the_prompt(template, is_stream, choice, sampled):
+    async with Talk(sampled, "done", "x" * 40, "<think>\nt\n</think>\n\nok", template=template, chunk_tokens=3) as talk:
+        items = await talk.items([user("a")], tools=[BASH], tool_choice=choice, is_stream=is_stream)
+        first = items[-1]
+        assert [(c.name, c.arguments) for c in first.tool_calls] == [("bash", '{"a": 1}')]
+        assert (first.content, first.finish_reason) == (None, "tool_calls")
+        prompt = talk.tokenizer.decode(first.prompt_ids)
+        assert "<tool_call>" in prompt.split("assistant")[-1]
+        assert talk.tokenizer.decode(first.output_ids) == sampled + "<|im_end|>"
+        assert "".join(p.tool_arguments for p in items[:-1]) == '{"a": 1}'
+        told = [user("a"), said(first), tool(first.tool_calls[0].id, "out")]
+        second = await talk.ask(told, tools=[BASH])
+        assert talk.fact(second).edge == "extends"
+        talk.restart()
+        left = await leave_after(talk, 1, told, tools=[BASH])
+        again = await talk.ask(told, tools=[BASH])
+        assert talk.fact(again).parent_id == left
+        third = [*told, {"role": "assistant", "content": "other"}, user("b")]
+        talk.replies.append("end")
+        assert (await talk.ask(third, tools=[BASH])).content == "end"
+        talk.check_book()
+
+
+async def test_an_answer_rewritten_after_a_begun_call_has_its_call_once():
+    async with Talk("<think>", 'bash", "arguments": {}}</tool_call>', "ok", template="chatml_tools") as talk:
+        talk.replies.pop(0)
+        first = await talk.ask([user("a")], tools=[BASH], tool_choice="required")
+        back = said(first) | {"content": "text of the client", "reasoning_content": "thought of the client"}
+        second = await talk.ask([user("a"), back, tool(first.tool_calls[0].id, "out")], tools=[BASH])
+        assert talk.fact(second).edge == "rerendered"
+        assert (
+            talk.tokenizer.decode(second.prompt_ids).split("</tools>")[1].count('{"name": "bash", "arguments": {}}')
+            == 1
+        )
+        talk.check_book()
+
+
+async def test_json_is_begun_where_the_client_wants_json():
+    async with Talk('"title": "x"}', "ok") as talk:
+        first = await talk.ask([user("a")], response_format={"type": "json_object"})
+        assert first.content == '{"title": "x"}'
+        second = await talk.ask([user("a"), said(first), user("b")])
+        assert talk.fact(second).edge == "extends"
+        talk.check_book()
+
+
+async def test_a_call_is_not_forced_on_a_model_that_cannot_be_held_to_it():
+    async with Talk(settings=CaptureSettings(tool_parser="json")) as talk:
+        with pytest.raises(BadRequest, match="tool_choice"):
+            await talk.ask([user("a")], tools=[BASH], tool_choice="required")

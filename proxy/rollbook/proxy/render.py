@@ -22,7 +22,7 @@ from rollbook.store.events import Edge, Int32s
 from rollbook.store.tree import Match, canonical_json, classify, text_of
 
 from .errors import BadRequest
-from .parsing import REASONING_PARSERS, TOOL_PARSERS, Cut, Parser, Vocabulary, read_text
+from .parsing import REASONING_PARSERS, TOOL_PARSERS, Cut, HermesParser, Parser, Vocabulary, read_text
 from .request import Message, Tool
 from .tokenizer import Tokenizer
 
@@ -191,6 +191,7 @@ class Renderer:
         self._knows_developer = "developer" in shown
         self._checks: dict[Ways, Check] = {}
         self._heads: dict[str, Int32s] = {}
+        self._openings: dict[str | None, str] = {}
         self._end = ""  # the text that ends the model's turn, and its id
         self._end_id = -1
         self._find_end()
@@ -256,11 +257,52 @@ class Renderer:
         """Fresh parsers for one reply. The prompt's end shows whether the template has opened a thought."""
         chain: list[Parser] = []
         if self._new_reasoning_parser is not None:
-            end = self.tokenizer.decode(prompt_ids[-8:]).rstrip()
-            chain.append(self._new_reasoning_parser(is_open=end.endswith("<think>")))
+            chain.append(self._new_reasoning_parser(is_open=self._is_thinking(prompt_ids)))
         if has_tools and self._new_tool_parser is not None:
             chain.append(self._new_tool_parser())
         return chain
+
+    def opening(
+        self, prompt_ids: Int32s, *, tool_choice: str | dict[str, Any], wants_json: bool, tools: Sequence[Tool]
+    ) -> str:
+        """What the reply has to begin with where the client insists on a call, or on JSON. It is prompt, not sampled.
+
+        Engines need not know of it, and what is sampled is drawn as the policy says. Raises BadRequest where this
+        model's calls have no form that can be begun.
+        """
+        name = None
+        if isinstance(tool_choice, dict):
+            name = str((tool_choice.get("function") or tool_choice).get("name") or "")
+        elif tool_choice != "required":
+            return "{" if wants_json and not tools and not self._is_thinking(prompt_ids) else ""
+        if self._new_tool_parser is not HermesParser:
+            raise BadRequest(
+                "tool_choice asks for a call, and only models that write <tool_call> can be held to one; use auto",
+                param="tool_choice",
+            )
+        if self._is_thinking(prompt_ids):
+            return ""  # it thinks first, and then it is too late
+        begun = self._openings.get(name)
+        if begun is None:
+            begun = self._openings[name] = self._begin_call(name)
+        return begun
+
+    def _begin_call(self, name: str | None) -> str:
+        """A call of this name as the template writes it, up to its arguments; up to the name where any will do."""
+        call = {"id": "c", "type": "function", "function": {"name": name or _MARK, "arguments": {_MARK: _MARK}}}
+        told: list[Message] = [{"role": "user", "content": "u"}]
+        then = self._write(told, _SOME_TOOL, None)
+        told.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        now = self._write(told, _SOME_TOOL, None)
+        end = now.rfind("{", 0, now.rfind(_MARK)) if name is not None else now.find(_MARK, len(then))
+        begun = now[len(then) : end].lstrip()
+        if now.startswith(then) and begun.startswith("<tool_call>"):
+            return begun
+        return '<tool_call>\n{"name": "' + ("" if name is None else f'{name}", "arguments": ')
+
+    def _is_thinking(self, prompt_ids: Int32s) -> bool:
+        """Whether the template has opened a thought at the prompt's end."""
+        return self.tokenizer.decode(prompt_ids[-8:]).rstrip().endswith("<think>")
 
     def check(self, ways: Ways = Ways()) -> Check:  # noqa: B008 - frozen
         """Are deltas exact where the template is used in this way? Tried once, then known."""
@@ -300,13 +342,13 @@ class Renderer:
         n = len(parent.path_ids)
         if parent.cut is not None and self.history == "template":
             rest = parent.cut.text + tail.gap + tail.end + tail.after
-            return parent.n_prompt + parent.cut.n_tokens, self._encode_after(rest), "stop text removed"
+            return parent.n_prompt + parent.cut.n_tokens, self.encode_after(rest), "stop text removed"
         last = int(parent.path_ids[-1]) if n > parent.n_prompt else -1
         if last not in self.tokenizer.eos_ids:
-            return n, self._encode_after(tail.gap + tail.end + tail.after), None
+            return n, self.encode_after(tail.gap + tail.end + tail.after), None
         if last == self._end_id or self.history == "exact":
-            return n, self._encode_after(tail.after), None
-        return n - 1, self._encode_after(tail.gap + tail.end + tail.after), "end of turn replaced"
+            return n, self.encode_after(tail.after), None
+        return n - 1, self.encode_after(tail.gap + tail.end + tail.after), "end of turn replaced"
 
     def _follow(
         self,
@@ -333,7 +375,7 @@ class Renderer:
             then = self._write(told[:n_messages], tools, variables)
             if now.startswith(then):
                 rest = now[len(then) :]
-                more = self._reply_anew(parent, rest) if n_messages == at else self._encode_after(rest)
+                more = self._reply_anew(parent, rest) if n_messages == at else self.encode_after(rest)
                 return n_prompt, more, cause
         return 0, self.tokenizer.encode(now), cause
 
@@ -349,8 +391,8 @@ class Renderer:
                 at -= 1
                 n += len(pieces[output[at]])
             if n == len(wanted) and b"".join(pieces[i] for i in output[at:]) == wanted:
-                return np.concatenate((output_ids[at:], self._encode_after(rest[end + len(self._end) :])))
-        return self._encode_after(rest)
+                return np.concatenate((output_ids[at:], self.encode_after(rest[end + len(self._end) :])))
+        return self.encode_after(rest)
 
     def _edits(self, parent: Turn, match: Match) -> _Edits | None:
         """What the client left out of the history, or put into it, that changes what the model reads."""
@@ -404,15 +446,15 @@ class Renderer:
             return self.tokenizer.encode(text)
         known = self._heads.get(head)
         if known is not None:
-            return np.concatenate((known, self._encode_after(text[len(head) :])))
+            return np.concatenate((known, self.encode_after(text[len(head) :])))
         ids, head_ids = self.tokenizer.encode(text), self.tokenizer.encode(head)
-        if np.array_equal(ids, np.concatenate((head_ids, self._encode_after(text[len(head) :])))):
+        if np.array_equal(ids, np.concatenate((head_ids, self.encode_after(text[len(head) :])))):
             if len(self._heads) >= _HEADS:
                 del self._heads[next(iter(self._heads))]
             self._heads[head] = head_ids
         return ids
 
-    def _encode_after(self, text: str) -> Int32s:
+    def encode_after(self, text: str) -> Int32s:
         """The ids of text that stands behind other tokens, not at the beginning."""
         if not self._end:
             return self.tokenizer.encode(text)
