@@ -148,6 +148,7 @@ def turn(episode: int, t: int, n_first: int, n_prompt: int, n_output: int) -> Ev
     )
 
 
+WINDOW = 64 * 320  # episodes looked at together: those written side by side must be
 IDS = RNG.integers(0, 150_000, 100_000).astype(np.int32)
 LOGPROBS = -RNG.exponential(0.5, 100_000).astype(np.float32)
 VERSIONS = np.full(2000, 3, np.int32)
@@ -247,8 +248,8 @@ def batches(folder: Path, n_trajectories: int) -> None:
     log = DirectoryLog(folder)
     payloads = Payloads(log)
     begin = time.process_time()
-    for at in range(0, len(table), 100_000):
-        Nodes.read(table.slice(at, 100_000), payloads)
+    for at in range(0, len(table), 4 * WINDOW):
+        Nodes.read(table.slice(at, 4 * WINDOW), payloads)
     row(f"   first look at the frames of {n_trajectories} trajectories", f"{time.process_time() - begin:.2f} s")
 
     picks = [RNG.choice(n_trajectories, min(512, n_trajectories), replace=False) for _ in range(12)]
@@ -270,12 +271,12 @@ def batches(folder: Path, n_trajectories: int) -> None:
     )
 
     last = np.flatnonzero(np.isin(np.arange(len(table)), places[:, -1]))
-    window, total, spent, growth = 20_000, 0, 0.0, []
+    total, spent, growth = 0, 0.0, []
     before = memory_mb()
-    for at in range(0, len(table), 4 * window):
+    for at in range(0, len(table), 4 * WINDOW):
         begin = time.process_time()
-        nodes = Nodes.read(table.slice(at, 4 * window), payloads)
-        ends = last[(last >= at) & (last < at + 4 * window)] - at
+        nodes = Nodes.read(table.slice(at, 4 * WINDOW), payloads)
+        ends = last[(last >= at) & (last < at + 4 * WINDOW)] - at
         for pack in nodes.packs(ends, max_tokens=500_000, form="trajectory"):
             total += pack.n_tokens
         spent += time.process_time() - begin

@@ -185,6 +185,7 @@ class _Frames:
         # Sorted by position: first position, one past the last, row of the first in `addresses`, when it was last
         # asked for, bytes of memory, bytes of a mapped file.
         self.table = np.empty((0, 6), np.int64)
+        self.sizes = np.zeros(2, np.int64)  # sums of the last two
         self.batches: dict[int, pa.RecordBatch] = {}  # by row
         self.n_rows = 0
         self.addresses = np.empty((1024, 4), np.int64)
@@ -238,6 +239,7 @@ class _Frames:
             for a, b in zip(after.tolist(), before.tolist(), strict=True):
                 is_kept[a:b] = False
             self.drop(~is_kept)
+        self.sizes += added[:, _MEMORY:].sum(axis=0)
         table = np.concatenate([self.table, added])
         self.table = table[np.argsort(table[:, _FIRST], kind="stable")]
 
@@ -245,6 +247,7 @@ class _Frames:
         """Let go of these frames."""
         for row in self.table[chosen, _ROW].tolist():
             del self.batches[row]
+        self.sizes -= self.table[chosen, _MEMORY:].sum(axis=0)
         self.table = self.table[~chosen]
 
     def pack(self) -> None:
@@ -283,14 +286,13 @@ class Payloads:
         batches that must be held while the addresses are used. Raises KeyError for an event that is not there."""
         with self._lock:
             self._tick += 1
-            ends = pc.min_max(writers).as_py()
-            if ends["min"] == ends["max"] and len(positions):
-                return self._locate(ends["min"], positions)
+            names = set(writers.to_pylist())
+            if len(names) == 1:
+                return self._locate(names.pop(), positions)
             codes = writers.dictionary_encode()
-            names = codes.dictionary.to_pylist()
             addresses, lengths = np.empty((len(positions), 4), np.int64), np.empty((len(positions), 2), np.int64)
             held: list[pa.RecordBatch] = []
-            for code, writer in enumerate(names):
+            for code, writer in enumerate(codes.dictionary.to_pylist()):
                 mine = np.flatnonzero(codes.indices.to_numpy() == code)
                 addresses[mine], lengths[mine], batches = self._locate(writer, positions[mine])
                 held += batches
@@ -324,10 +326,10 @@ class Payloads:
 
     def _shrink(self) -> None:
         """Let go of what was not asked for the longest, until the rest is within budget."""
+        if (sum(frames.sizes for frames in self._writers.values()) <= self._budget).all():
+            return
         table = np.concatenate([frames.table for frames in self._writers.values()])
         sizes = table[:, _MEMORY:]
-        if (sizes.sum(axis=0) <= self._budget).all():
-            return
         newest_first = np.argsort(-table[:, _TICK], kind="stable")
         is_dropped = np.empty(len(table), np.bool_)
         is_dropped[newest_first] = (np.cumsum(sizes[newest_first], axis=0) > self._budget).any(axis=1)
@@ -360,9 +362,8 @@ class Nodes:
     def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
         """From rows of `interactions` (NODE_COLUMNS), which must hold every parent that shares tokens."""
         ids, parents, edges, *sizes, writers, positions = (_array(table.column(name)) for name in NODE_COLUMNS)
-        found = pc.index_in(parents, ids)
-        parent = found.to_numpy(zero_copy_only=False) if not found.null_count else found.fill_null(-1).to_numpy()
-        continuing = pc.is_in(edges, _CONTINUING).to_numpy(zero_copy_only=False)
+        parent = pc.index_in(parents, ids).fill_null(-1).to_numpy()
+        edge = pc.index_in(edges, _EDGES).fill_null(-1).to_numpy()
         n_prompt, n_shared, n_output = (column.to_numpy().astype(np.int64) for column in sizes)
         addresses, lengths, held = payloads.locate(writers, positions.to_numpy())
         names = ids.to_pylist()
@@ -376,17 +377,16 @@ class Nodes:
                 f"{names[i]}: the views say {n_prompt[i] - n_shared[i]} new prompt and {n_output[i]} output tokens, "
                 f"the log has {lengths[i, 0]} and {lengths[i, 1]}; rebuild the views"
             )
-        compacts = pc.equal(edges, "compacts").fill_null(False).to_numpy(zero_copy_only=False)
         return cls(
-            names,
-            parent.astype(np.int64),
-            compacts | (parent < 0),
-            continuing,
-            n_shared,
-            n_prompt,
-            n_output,
-            addresses,
-            held,
+            interaction_ids=names,
+            parent=parent.astype(np.int64),
+            is_root=(parent < 0) | (edge == 2),
+            is_continuing=(edge == 0) | (edge == 1),
+            n_shared=n_shared,
+            n_prompt=n_prompt,
+            n_output=n_output,
+            addresses=addresses,
+            held=held,
         )
 
     def __len__(self) -> int:
@@ -629,7 +629,7 @@ def _pack(lengths: Longs, prompts: Longs, outputs: Longs, is_trained: Bools) -> 
     return ids, np.repeat(mask.ravel(), flat), logprobs.view(np.float32), versions
 
 
-_CONTINUING = pa.array(["extends", "retries"])
+_EDGES = pa.array(["extends", "retries", "compacts"])
 
 
 # ---------------------------------------------------------------- AReaL's forms
