@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rollbook.learner.config import TrainConfig
@@ -53,6 +54,7 @@ class EchoRollouts:
     def __init__(self, reward: Callable[[Mapping[str, Any], int], float | None] = right_digit) -> None:
         self.reward = reward
         self.published: list[int] = []
+        self.model: Any = None
         self.n_drawn = 0
         self.is_closed = False
 
@@ -90,7 +92,11 @@ class EchoRollouts:
         self.publish(weights, version)
 
     def publish(self, path: str, version: int) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        if self.model is None:
+            auto: Any = AutoModelForCausalLM
+            self.model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+        else:
+            self.model.load_state_dict(load_file(Path(path) / "model.safetensors"), strict=False)
         self.version = version
         self.published.append(version)
 

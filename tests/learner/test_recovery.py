@@ -63,10 +63,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[d
     ("point", "count"),
     [
         ("taken", 3),
-        ("checkpoint half written", 7),
+        pytest.param("checkpoint half written", 7, marks=pytest.mark.slow),
         ("checkpoint written", 4),
-        ("weights written", 2),
-        ("announced", 5),
+        pytest.param("weights written", 2, marks=pytest.mark.slow),
+        pytest.param("announced", 5, marks=pytest.mark.slow),
         ("published", 5),  # two steps after the last checkpoint: both are trained again from the book
     ],
 )

@@ -3,21 +3,25 @@
 Shapes: R rows, E entries of the batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from .algorithms import Algorithm, Tokens
+from .algorithms.parts import entry_weights, normalise_advantages
+from .algorithms.recipe import Scores
 from .backend import Backend
-from .config import ActorConfig, MicroBatchSpec
+from .config import ActorConfig, CriticConfig, MicroBatchSpec
 from .errors import PoliciesDisagree
 from .rows import Floats, Ints, Rows
 from .trie import Trie, micro_batches
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from .backend import Objective
 
 
 @dataclass(frozen=True)
@@ -37,63 +41,60 @@ def learn(
     config: ActorConfig,
     version: int,
     seed: int,
-    fixed_length: int | None = None,
     reference: Backend | None = None,
     critic: Backend | None = None,
+    critic_config: CriticConfig | None = None,
 ) -> Learned:
     """Train a batch. `version` is that of the weights now; `seed` orders the minibatches.
 
     Raises PoliciesDisagree before anything is changed where engine and learner are too far apart.
     """
-    import torch
-
-    n_entries = len(rows.logprobs)
-    mask_E = trained_mask(rows, config, version)
-    ref_E = np.zeros(n_entries)
-    if reference is not None:
-        ref_E = reference.score(tries_of(rows, config.mb_spec))[0]
-    is_current = config.use_decoupled_loss and config.prox_logp_method == "recompute"
-    now_E, entropy_E = np.zeros(n_entries), np.zeros(n_entries)
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
-    if len(parts) > 1:
-        now_E, entropy_E = actor.score(tries_of(rows, config.mb_spec))
+    tries = tries_of(rows, config.mb_spec)
+    mask_E = trained_mask(rows, config, version)
+    now_E, entropy_E = np.zeros(len(mask_E)), np.zeros(len(mask_E))
+    is_scored = len(parts) > 1 or algorithm.needs_scores or bool(config.kl_ctl and reference)
+    if is_scored:
+        now_E, entropy_E = actor.score(tries)
         check_gap(now_E, rows, mask_E, config, version)
-    metrics: dict[str, float] = {}
-    for part in parts:
+    scores = Scores(
+        now_E=now_E if is_scored else None,
+        ref_E=None if reference is None else reference.score(tries)[0],
+        values_E=None if critic is None else critic.score(tries)[0],
+    )
+    mask_E = algorithm.mask(rows, mask_E, scores)
+    advantages_E = algorithm.spread(rows, mask_E, scores)
+    returns_E = None if scores.values_E is None else advantages_E + scores.values_E
+    norm = config.adv_norm or algorithm.adv_norm
+    if norm is not None:
+        advantages_E = normalise_advantages(advantages_E, rows, mask_E, norm)
+    loss_agg = config.loss_agg or algorithm.loss_agg
+    fixed_length = config.fixed_length or config.max_new_tokens
+
+    def train_part(part: Ints) -> dict[str, float]:
         part_mask_E = np.where(np.isin(rows.row_E, part), mask_E, 0.0)
-        weight_E = loss_weights(rows, part_mask_E, algorithm, config, fixed_length)
+        weight_E = entry_weights(rows, part_mask_E, loss_agg=loss_agg, fixed_length=fixed_length)
         mean_E = part_mask_E / max(part_mask_E.sum(), 1.0)
 
-        def objective(
-            trie: Trie,
-            logprobs_E: "Tensor",
-            entropies_E: "Tensor",
-            weight_E: Floats = weight_E,
-            mean_E: Floats = mean_E,
-        ) -> "tuple[Tensor, Mapping[str, Tensor]]":
-            index = trie.entry_E
-
-            def of(values: Floats) -> "Tensor":
-                return torch.as_tensor(values[index], dtype=logprobs_E.dtype, device=logprobs_E.device)
-
+        def objective(trie: Trie, logprobs_E: Tensor, entropies_E: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+            of = _picker(trie, logprobs_E)
             old_E = of(rows.logprobs)
-            if len(parts) == 1:
-                now_E[index] = logprobs_E.detach().double().cpu().numpy()
-                entropy_E[index] = entropies_E.detach().double().cpu().numpy()
-            if not config.use_decoupled_loss:
-                prox_E = old_E
-            elif is_current:
-                prox_E = logprobs_E.detach() if len(parts) == 1 else of(now_E)
-            else:
+            if not is_scored:  # the one pass over the batch: these are the logprobs before the step
+                now_E[trie.entry_E] = logprobs_E.detach().double().cpu().numpy()
+                entropy_E[trie.entry_E] = entropies_E.detach().double().cpu().numpy()
+            prox_E = old_E
+            if config.use_decoupled_loss and config.prox_logp_method == "loglinear":
                 prox_E = old_E + of(interpolation(rows.versions, version)) * (logprobs_E.detach() - old_E)
+            elif config.use_decoupled_loss:
+                prox_E = of(now_E) if is_scored else logprobs_E.detach()
             return algorithm.loss(
                 Tokens(
                     logprobs_E=logprobs_E,
                     entropies_E=entropies_E,
                     old_E=old_E,
                     prox_E=prox_E,
-                    ref_E=None if reference is None else of(ref_E),
-                    advantages_E=of(rows.advantages[rows.row_E]),
+                    ref_E=None if scores.ref_E is None else of(scores.ref_E),
+                    advantages_E=of(advantages_E),
                     row_E=torch.as_tensor(trie.row_E, device=logprobs_E.device),
                     n_rows=len(trie.row_indices),
                     weight_E=of(weight_E),
@@ -101,15 +102,53 @@ def learn(
                 )
             )
 
-        report = actor.forward_backward(tries_of(rows, config.mb_spec, part), objective)
-        if len(parts) == 1:
+        report = actor.forward_backward(tries if len(parts) == 1 else tries_of(rows, config.mb_spec, part), objective)
+        if not is_scored:
             check_gap(now_E, rows, mask_E, config, version)
         report |= actor.step()
-        for name, value in report.items():
+        if critic is not None and critic_config is not None:
+            value_objective = _value_objective(critic_config, scores.values_E, returns_E, mean_E)
+            spec = critic_config.mb_spec
+            told = critic.forward_backward(tries_of(rows, spec, part), value_objective) | critic.step()
+            report |= {f"critic_{name}": value for name, value in told.items()}
+        return report
+
+    metrics: dict[str, float] = {}
+    for part in parts:
+        for name, value in train_part(part).items():
             metrics[name] = metrics.get(name, 0.0) + value / len(parts)
     metrics |= gap(now_E, rows, mask_E, version)
-    metrics |= describe(rows, mask_E, version)
+    metrics |= describe(rows, mask_E, advantages_E, version)
     return Learned(metrics, now_E, entropy_E)
+
+
+def _picker(trie: Trie, like: Tensor) -> Callable[[Floats], Tensor]:
+    """From an array over the batch's entries to a tensor over this micro-batch's."""
+    return lambda values_E: torch.as_tensor(values_E[trie.entry_E], dtype=like.dtype, device=like.device)
+
+
+def _value_objective(
+    config: CriticConfig, old_values_E: Floats | None, returns_E: Floats | None, mean_E: Floats
+) -> "Objective":
+    """Half the squared (or the Huber) distance of value and return, the value's change clipped."""
+    assert old_values_E is not None
+    assert returns_E is not None
+
+    def distance(values_E: Tensor, target_E: Tensor) -> Tensor:
+        if config.value_loss_type == "huber":
+            return torch.nn.functional.huber_loss(values_E, target_E, reduction="none")
+        return 0.5 * (values_E - target_E) ** 2
+
+    def objective(trie: Trie, values_E: Tensor, _: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        of = _picker(trie, values_E)
+        old_E, target_E, weight_E = of(old_values_E), of(returns_E), of(mean_E)
+        loss_E = distance(values_E, target_E)
+        if config.value_eps_clip:
+            moved_E = (values_E - old_E).clamp(-config.value_eps_clip, config.value_eps_clip)
+            loss_E = torch.maximum(loss_E, distance(old_E + moved_E, target_E))
+        return (weight_E * loss_E).sum(), {"value": (weight_E * values_E.detach()).sum()}
+
+    return objective
 
 
 def tries_of(rows: Rows, spec: MicroBatchSpec, part: Ints | None = None) -> list[Trie]:
@@ -133,16 +172,6 @@ def trained_mask(rows: Rows, config: ActorConfig, version: int) -> Floats:
     if config.mask_no_eos:
         mask_E[rows.is_cut[rows.row_E]] = 0.0
     return mask_E
-
-
-def loss_weights(
-    rows: Rows, mask_E: Floats, algorithm: Algorithm, config: ActorConfig, fixed_length: int | None
-) -> Floats:
-    """E: see `parts.entry_weights`; the settings win over the recipe."""
-    from .algorithms.parts import entry_weights
-
-    loss_agg = config.loss_agg or algorithm.loss_agg
-    return entry_weights(rows, mask_E, loss_agg=loss_agg, fixed_length=config.fixed_length or fixed_length)
 
 
 def interpolation(versions_E: Ints, version: int) -> Floats:
@@ -176,7 +205,7 @@ def check_gap(now_E: Floats, rows: Rows, mask_E: Floats, config: ActorConfig, ve
         )
 
 
-def describe(rows: Rows, mask_E: Floats, version: int) -> dict[str, float]:
+def describe(rows: Rows, mask_E: Floats, advantages_E: Floats, version: int) -> dict[str, float]:
     """Facts about the batch that every algorithm reports."""
     _, first = np.unique(rows.episode_R, return_index=True)
     staleness_E = version - rows.versions
@@ -184,7 +213,7 @@ def describe(rows: Rows, mask_E: Floats, version: int) -> dict[str, float]:
     return {
         "reward": float(rows.rewards[first].mean()),
         "reward_std": float(rows.rewards[first].std()),
-        "advantage_abs": float(np.abs(rows.advantages).mean()),
+        "advantage_abs": float(np.abs(advantages_E * mask_E).sum() / n),
         "n_rows": float(len(rows)),
         "n_episodes": float(len(first)),
         "n_groups": float(len(np.unique(rows.group_R))),

@@ -195,9 +195,9 @@ class Run:
             config=self.config.actor,
             version=batch.step,
             seed=self.config.seed + batch.step,
-            fixed_length=self.config.gconfig.max_new_tokens,
             reference=self.reference,
             critic=self.critic,
+            critic_config=self.config.critic,
         )
         learned.metrics["train_s"] = time.monotonic() - began
         learned.metrics["tokens_per_s"] = learned.metrics["n_tokens"] / learned.metrics["train_s"]

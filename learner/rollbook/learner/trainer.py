@@ -72,6 +72,8 @@ class PPOTrainer:
         total_steps = max(1, total_groups // config.groups_per_step)
         if config.total_train_steps is not None:
             total_steps = min(total_steps, config.total_train_steps)
+        if config.actor.max_new_tokens is None:
+            config.actor.max_new_tokens = config.gconfig.max_new_tokens
         # The cheap things that can be wrong come before the model is loaded.
         rollouts = self._rollouts or find_rollouts(config.scheduler.type)
         rollouts.resolve(workflow, workflow_kwargs or {})

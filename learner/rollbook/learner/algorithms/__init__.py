@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rollbook.learner.config import ActorConfig
+from rollbook.learner.config import ActorConfig, NormConfig
 from rollbook.learner.rows import Floats, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .recipe import Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +34,24 @@ class Tokens:
 
 
 class Algorithm(Protocol):
-    """Made from the actor's settings; keeps no state between steps."""
+    """Made from the actor's settings; keeps no state between steps. `recipe.Recipe` implements all but the loss."""
 
     needs_critic: ClassVar[bool]
+    needs_scores: ClassVar[bool]  # logprobs of the weights about to be trained, before the first minibatch
     drop_all_equal: ClassVar[bool]  # groups whose rewards are all equal are rejected and drawn anew
     loss_agg: ClassVar[str]  # the recipe's way to weigh tokens; see `parts.entry_weights`
+    adv_norm: "ClassVar[NormConfig | None]"  # of the tokens' advantages
 
     def advantages(self, rows: Rows) -> Floats:
-        """R: what the batch records for each row, before anything that depends on the model."""
+        """R: what the batch records for each row, before anything that depends on a model."""
+        ...
+
+    def mask(self, rows: Rows, mask_E: Floats, scores: "Scores") -> Floats:
+        """E: which of the tokens count; 0 leaves one out."""
+        ...
+
+    def spread(self, rows: Rows, mask_E: Floats, scores: "Scores") -> Floats:
+        """E: each token's advantage, before `adv_norm`."""
         ...
 
     def loss(self, tokens: Tokens) -> "tuple[Tensor, Mapping[str, Tensor]]":
@@ -47,7 +59,23 @@ class Algorithm(Protocol):
         ...
 
 
-NAMES = ("grpo",)
+NAMES = (
+    "best_of_n",
+    "cispo",
+    "dapo",
+    "dpo",
+    "dr_grpo",
+    "grpo",
+    "gspo",
+    "lite_ppo",
+    "m2po",
+    "ppo",
+    "reinforce",
+    "reinforce_pp",
+    "rloo",
+    "sapo",
+    "sft",
+)
 
 
 def find_algorithm(name: str, actor: ActorConfig) -> Algorithm:

@@ -16,39 +16,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rollbook.learner.config import ActorConfig, NormConfig
-from rollbook.learner.rows import Floats, Rows
+from rollbook.learner.config import NormConfig
 
 from . import Tokens
-from .parts import behaviour_weight, clipped_surrogate, normalise, normalise_advantages, shape_rewards, with_extras
+from .parts import behaviour_weight, clipped_surrogate, log_ratio, with_extras
+from .recipe import Recipe
 
 
-class Algorithm:
+class Algorithm(Recipe):
     """See `algorithms.Algorithm`."""
 
-    needs_critic: ClassVar[bool] = False
-    drop_all_equal: ClassVar[bool] = False
-    loss_agg: ClassVar[str] = "token_mean"
-
-    def __init__(self, actor: ActorConfig) -> None:
-        self.actor = actor
-
-    def advantages(self, rows: Rows) -> Floats:
-        norm = self.actor.reward_norm or NormConfig(mean_level="group", std_level="group")
-        values = shape_rewards(rows.credits, self.actor)
-        advantages = normalise(values, rows, norm, shape_rewards(rows.rewards, self.actor))
-        if self.actor.adv_norm is not None:
-            advantages = normalise_advantages(advantages, rows, self.actor.adv_norm)
-        return advantages
+    reward_norm: ClassVar[NormConfig] = NormConfig(mean_level="group", std_level="group")
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
-        t, actor = tokens, self.actor
-        ratio = (t.logprobs_E - t.prox_E).exp()
-        high = actor.eps_clip if actor.eps_clip_higher is None else actor.eps_clip_higher
-        loss_E, is_clipped = clipped_surrogate(
-            ratio, t.advantages_E, low=actor.eps_clip, high=high, c_clip=actor.c_clip
-        )
-        weight, report = behaviour_weight(t, actor.rejection_sampling)
-        loss = (t.weight_E * weight * loss_E).sum()
-        report = {**report, "clipped": (t.mean_E * is_clipped).sum(), "weight": (t.mean_E * weight).sum()}
-        return with_extras(loss, t, actor, report)
+        t, (low, high) = tokens, self.clip
+        ratio_E = log_ratio(t, self.actor.importance_sampling_level or "token").exp()
+        loss_E, is_clipped = clipped_surrogate(ratio_E, t.advantages_E, low=low, high=high, c_clip=self.actor.c_clip)
+        weight_E, report = behaviour_weight(t, self.actor.rejection_sampling)
+        loss = (t.weight_E * weight_E * loss_E).sum()
+        report = {**report, "clipped": (t.mean_E * is_clipped).sum(), "weight": (t.mean_E * weight_E).sum()}
+        return with_extras(loss, t, self.actor, report)

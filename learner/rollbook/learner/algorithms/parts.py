@@ -59,21 +59,86 @@ def normalise(values_R: Floats, rows: Rows, norm: NormConfig, rewards_R: Floats)
     return out_R
 
 
-def normalise_advantages(advantages_R: Floats, rows: Rows, norm: NormConfig) -> Floats:
-    """The same for advantages, over trained tokens: a row counts with its output's length."""
-    out_R = advantages_R.astype(np.float64)
-    n_R = rows.n_output.astype(np.float64)
+def normalise_advantages(advantages_E: Floats, rows: Rows, mask_E: Floats, norm: NormConfig) -> Floats:
+    """E: the same for advantages, over the trained tokens of the batch or of the group."""
+    out_E = advantages_E.astype(np.float64)
 
     def level(name: str) -> Ints:
-        return rows.group_R if name == "group" else np.zeros(len(rows), np.int64)
+        return rows.group_R[rows.row_E] if name == "group" else np.zeros(len(advantages_E), np.int64)
 
     if norm.mean_level is not None:
-        _, mean_R, _ = _statistics(advantages_R, level(norm.mean_level), unbiased=norm.std_unbiased, weights=n_R)
-        out_R = out_R - mean_R
+        _, mean_E, _ = _statistics(advantages_E, level(norm.mean_level), unbiased=norm.std_unbiased, weights=mask_E)
+        out_E = out_E - mean_E
     if norm.std_level is not None:
-        _, _, std_R = _statistics(advantages_R, level(norm.std_level), unbiased=norm.std_unbiased, weights=n_R)
-        out_R = np.where(std_R > NO_SPREAD, out_R / (std_R + norm.eps), 0.0)
-    return out_R
+        _, _, std_E = _statistics(advantages_E, level(norm.std_level), unbiased=norm.std_unbiased, weights=mask_E)
+        out_E = np.where(std_E > NO_SPREAD, out_E / (std_E + norm.eps), 0.0)
+    return out_E
+
+
+def episode_sums(values_R: Floats, rows: Rows) -> Floats:
+    """R: the sum over all rows of each row's episode."""
+    return np.asarray(np.bincount(rows.episode_R, values_R)[rows.episode_R]) if len(rows) else values_R
+
+
+def group_max(values_R: Floats, rows: Rows) -> Floats:
+    """R: the largest value in each row's group."""
+    most = np.full(int(rows.group_R.max(initial=-1)) + 1, -np.inf)
+    np.maximum.at(most, rows.group_R, values_R)
+    return np.asarray(most[rows.group_R])
+
+
+def to_go(values_E: Floats, rows: Rows) -> Floats:
+    """E: the sum from each entry to the end of its row."""
+    before_E = np.concatenate([[0.0], np.cumsum(values_E)])
+    return np.asarray(before_E[rows.output_starts[1:]][rows.row_E] - before_E[:-1])
+
+
+def terminal_rewards(values_R: Floats, rows: Rows, mask_E: Floats) -> Floats:
+    """E: each row's value at its last trained entry, 0 elsewhere."""
+    rewards_E = np.zeros(len(mask_E))
+    trained = np.flatnonzero(mask_E)
+    last = trained[np.append(rows.row_E[trained][1:] != rows.row_E[trained][:-1], True)] if len(trained) else trained
+    rewards_E[last] = values_R[rows.row_E[last]]
+    return rewards_E
+
+
+def gae(rewards_E: Floats, values_E: Floats, mask_E: Floats, rows: Rows, *, discount: float, lam: float) -> Floats:
+    """E: generalised advantage estimation within each row, over trained entries only; 0 on the others.
+
+    Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", equation 16.
+    """
+    advantages_E = np.zeros(len(rewards_E))
+    # Rows side by side, right-aligned, so one pass over the longest row serves all of them.
+    trained = np.flatnonzero(mask_E)
+    row = rows.row_E[trained]
+    count_R = np.bincount(row, minlength=len(rows))
+    ends = np.cumsum(count_R)
+    alive = np.flatnonzero(count_R)
+    running_R, next_value_R = np.zeros(len(rows)), np.zeros(len(rows))
+    for back in range(int(count_R.max(initial=0))):
+        alive = alive[count_R[alive] > back]
+        at = trained[ends[alive] - 1 - back]
+        delta = rewards_E[at] + discount * next_value_R[alive] - values_E[at]
+        running_R[alive] = delta + discount * lam * running_R[alive]
+        next_value_R[alive] = values_E[at]
+        advantages_E[at] = running_R[alive]
+    return advantages_E
+
+
+def keep_second_moment(squares_E: Floats, mask_E: Floats, threshold: float) -> Floats:
+    """E: the mask without the largest squares, so that the mean of those left is at most the threshold."""
+    trained = np.flatnonzero(mask_E)
+    order = trained[np.argsort(squares_E[trained], kind="stable")]
+    means = np.cumsum(squares_E[order]) / np.arange(1, len(order) + 1)
+    kept_E = np.zeros_like(mask_E)
+    kept = order[: int(np.searchsorted(means, threshold, side="right"))]  # means of sorted values only rise
+    kept_E[kept] = mask_E[kept]
+    return kept_E
+
+
+def kl_estimate_numpy(logprobs_E: Floats, ref_E: Floats, estimator: str) -> Floats:
+    """E: `kl_estimate` of arrays."""
+    return kl_estimate(torch.as_tensor(logprobs_E), torch.as_tensor(ref_E), estimator).numpy()
 
 
 def _statistics(
@@ -82,6 +147,8 @@ def _statistics(
     """Count, mean and deviation of each value's level, one per value. The deviation of one value is 0."""
     w = np.ones(len(values)) if weights is None else weights
     _, level = np.unique(level, return_inverse=True)
+    if not len(values):
+        return values, values, values
     count = np.bincount(level, w)
     mean = np.bincount(level, w * values) / np.maximum(count, 1e-300)
     square = np.bincount(level, w * (values - mean[level]) ** 2)
@@ -94,11 +161,13 @@ def entry_weights(rows: Rows, mask_E: Floats, *, loss_agg: str, fixed_length: in
     """E: each entry's share of the loss.
 
     token_mean: 1 / trained tokens. sequence_mean: 1 / (trained rows * the row's trained tokens).
-    fixed_length: 1 / (trained rows * fixed_length), which keeps long answers as loud per token as short ones
+    sum: 1. fixed_length: 1 / (trained rows * fixed_length), which keeps long answers as loud per token as short ones
     (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.1).
     """
     trained_R = np.bincount(rows.row_E, mask_E, minlength=len(rows))
     n_rows = max(int((trained_R > 0).sum()), 1)
+    if loss_agg == "sum":
+        return mask_E
     if loss_agg == "token_mean":
         return mask_E / max(mask_E.sum(), 1.0)
     if loss_agg == "sequence_mean":
@@ -116,6 +185,16 @@ def sequence_mean(values_E: Tensor, t: Tokens) -> Tensor:
     total = values_E.new_zeros(t.n_rows).index_add(0, t.row_E, values_E * counts_E)
     count = values_E.new_zeros(t.n_rows).index_add(0, t.row_E, counts_E)
     return (total / count.clamp(min=1.0))[t.row_E]
+
+
+def log_ratio(t: Tokens, level: str) -> Tensor:
+    """E: logp - prox; at sequence level its mean over the row, on each of the row's entries."""
+    difference_E = t.logprobs_E - t.prox_E
+    if level == "token":
+        return difference_E
+    if level == "sequence":
+        return sequence_mean(difference_E, t)
+    raise ValueError(f"importance_sampling_level is {level!r}; expected token or sequence")
 
 
 def behaviour_weight(t: Tokens, rejection: RejectionConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
