@@ -112,6 +112,16 @@ def test_missing_rewards_are_missing_not_zero(tmp_path: Path, model: str) -> Non
     assert metrics[0]["discarded_no_reward"] + metrics[0]["n_rows"] == 160
 
 
+def test_the_reward_may_be_an_expression(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=1, credit__reward="2 * reward - n_interactions")
+    metrics = run(config, EchoRollouts())
+    with open_book(config.book_path) as book:
+        mean = book.sql("select avg(reward) as r from episodes")["r"].to_pylist()[0]
+        credits = book.sql("select distinct credit from batch_rows order by 1")["credit"].to_pylist()
+    assert metrics[0]["reward"] == pytest.approx(2 * mean - 1)
+    assert credits == [-1, 1]
+
+
 def test_no_reward_at_all_is_a_clear_error_before_any_training(tmp_path: Path, model: str) -> None:
     config = echo_config(tmp_path, model)
     with pytest.raises(NothingToTrain, match=r"10 groups of run echo/t ended \(160 done\) and none .* has a reward"):

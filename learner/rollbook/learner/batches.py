@@ -16,6 +16,7 @@ import numpy as np
 
 from rollbook.store import BatchRow, BatchTaken, Event, new_id
 from rollbook.store.book import Book
+from rollbook.store.credit import episode_rewards_query
 
 from .algorithms import Algorithm
 from .config import CreditConfig, TrainConfig
@@ -55,18 +56,21 @@ def natural(name: str) -> tuple[Any, ...]:
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
 
 
-def finished_groups(book: Book, run_id: str, *, n_samples: int, known: set[str]) -> list[Group]:
+def finished_groups(
+    book: Book, run_id: str, *, n_samples: int, known: set[str], reward: str | None = None
+) -> list[Group]:
     """Groups of the run whose samples all ended, without the known ones; those that finished first come first.
 
     An episode that was lost or abandoned is drawn again and does not count; a second attempt stands for a failed one.
     """
     table = book.sql(
-        """
+        f"""
+        with judged as ({episode_rewards_query(reward)})
         select group_id, any_value(task_id) as task_id, any_value(task) as task, max(closed_at) as finished_at,
           list(episode_id order by episode_id) filter (where state in ('done', 'failed')) as episode_ids,
           list(state order by episode_id) filter (where state in ('done', 'failed')) as states,
-          list(reward order by episode_id) filter (where state in ('done', 'failed')) as rewards
-        from episodes
+          list(judged.value order by episode_id) filter (where state in ('done', 'failed')) as rewards
+        from episodes left join judged using (episode_id)
         where run_id = $run and group_id is not null and not coalesce(is_eval, false)
         group by group_id
         having count(*) filter (where state in ('done', 'failed'))
@@ -209,8 +213,10 @@ def load_rows(
     wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
     table = book.sql(
         f"""
-        select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, i.finish_reason, e.reward
-        from interactions i join episodes e using (episode_id)
+        with judged as ({episode_rewards_query(None if credit is None else credit.reward)})
+        select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, i.finish_reason,
+          judged.value as reward
+        from interactions i join episodes e using (episode_id) left join judged using (episode_id)
         where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
         {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
         {"and not (i.is_leaf and i.is_retried)" if by_episode else ""}
@@ -223,7 +229,7 @@ def load_rows(
     order = [facts[i] for i in tokens.row_ids]
     credits = np.array([np.nan if row["reward"] is None else row["reward"] for row in order], np.float64)
     if credit is not None and ids:
-        credits = _credits(book, tokens.row_ids, credit, credits)
+        credits = _credits(book, tokens.row_ids, credit, wanted)
     mask = tokens.loss_mask
     starts = tokens.cu_seqlens.astype(np.int64)
     n_output = np.add.reduceat(mask.astype(np.int64), starts[:-1]) if len(ids) else np.empty(0, np.int64)
@@ -247,14 +253,13 @@ def load_rows(
     return rows.take(np.array(kept, np.int64))
 
 
-def _credits(book: Book, interaction_ids: Sequence[str], credit: CreditConfig, rewards_R: Floats) -> Floats:
+def _credits(book: Book, rows: Sequence[str], credit: CreditConfig, episode_ids: Sequence[str]) -> Floats:
     """R: what each interaction gets, NaN where nothing is known."""
-    spread: Any = getattr(book, "credits", None)
-    if spread is None:  # a store without credit schemes: every interaction gets its episode's reward
-        return rewards_R
-    table = spread(scheme=credit.scheme, gamma=credit.gamma, fork=credit.fork, reward=credit.reward)
+    table = book.credits(
+        scheme=credit.scheme, gamma=credit.gamma, fork=credit.fork, reward=credit.reward, episode_ids=episode_ids
+    )
     by_id = dict(zip(table["interaction_id"].to_pylist(), table["credit"].to_pylist(), strict=True))
-    return np.array([np.nan if by_id.get(i) is None else by_id[i] for i in interaction_ids], np.float64)
+    return np.array([np.nan if by_id.get(i) is None else by_id[i] for i in rows], np.float64)
 
 
 def refuse_unjudged(groups: Sequence[Group], config: TrainConfig) -> None:

@@ -151,7 +151,11 @@ class Run:
         while True:
             if self.book.catch_up() or not seen - self.used:
                 for group in batches.finished_groups(
-                    self.book, self.config.run_id, n_samples=self.config.gconfig.n_samples, known=seen
+                    self.book,
+                    self.config.run_id,
+                    n_samples=self.config.gconfig.n_samples,
+                    known=seen,
+                    reward=self.config.credit.reward,
                 ):
                     if len(usable) == wanted:
                         break
