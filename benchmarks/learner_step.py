@@ -86,7 +86,9 @@ def main() -> None:
             flush=True,
         )
     apart_E, shared_E = learned["rows"].logprobs, learned["trie"].logprobs
-    print(f"logprobs differ by {np.abs(apart_E - shared_E).mean():.1e} on average, {np.abs(apart_E - shared_E).max():.1e} at most")
+    print(
+        f"logprobs differ by {np.abs(apart_E - shared_E).mean():.1e} on average, {np.abs(apart_E - shared_E).max():.1e} at most"
+    )
 
 
 def learn_row_by_row(backend, algorithm, config, rows):  # type: ignore[no-untyped-def]
