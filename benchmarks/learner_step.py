@@ -9,6 +9,7 @@ step after a warm-up, nodes computed, and the largest difference between the two
 import argparse
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -66,8 +67,7 @@ def main() -> None:
     rows = demo_rows(
         backend.model.vocabulary, n_prompts=options.prompts, n_samples=options.samples, n_output=options.outputs
     )
-    rows = Rows(**{**rows.__dict__, "advantages": algorithm.advantages(rows)})
-    apart = Rows(**{**rows.__dict__})
+    rows = replace(rows, advantages=algorithm.advantages(rows))
     learned = {}
     for name in ("trie", "rows"):
         seconds, cpu = [], []
@@ -76,7 +76,7 @@ def main() -> None:
             if name == "trie":
                 learned[name] = learn(rows, actor=backend, algorithm=algorithm, config=config, version=0, seed=0)
             else:
-                learned[name] = learn_row_by_row(backend, algorithm, config, apart)
+                learned[name] = learn_row_by_row(backend, algorithm, config, rows)
             seconds.append(time.perf_counter() - wall)
             cpu.append(time.process_time() - used)
         nodes = build(rows).n_nodes if name == "trie" else int(np.diff(rows.starts).sum()) - len(rows)
@@ -85,10 +85,8 @@ def main() -> None:
             f"grad norm {learned[name].metrics['grad_norm']:.5f}  load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
-    apart_E, shared_E = learned["rows"].logprobs, learned["trie"].logprobs
-    print(
-        f"logprobs differ by {np.abs(apart_E - shared_E).mean():.1e} on average, {np.abs(apart_E - shared_E).max():.1e} at most"
-    )
+    difference_E = np.abs(learned["rows"].logprobs - learned["trie"].logprobs)
+    print(f"logprobs differ by {difference_E.mean():.1e} on average, {difference_E.max():.1e} at most")
 
 
 def learn_row_by_row(backend, algorithm, config, rows):  # type: ignore[no-untyped-def]
