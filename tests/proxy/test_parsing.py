@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.proxy.parsing import HermesParser, JsonParser, Reader, ThinkParser, Vocabulary, _AnyText, read_text
+from rollbook.proxy.parsing import (
+    HermesParser,
+    JsonParser,
+    LlamaParser,
+    MistralParser,
+    Reader,
+    ThinkParser,
+    Vocabulary,
+    _AnyText,
+    read_text,
+)
 from rollbook.proxy.tokenizer import Tokenizer
 
 BYTES = Tokenizer.load("bytes")
@@ -168,6 +178,47 @@ def test_hermes_calls(text, content, calls):
 def test_json_calls(text, content, calls):
     got, _, found = read_text(text, [JsonParser()])
     assert (got, [(c.name, c.arguments) for c in found]) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<|python_tag|>{"name": "f", "parameters": {"a": ";"}}', None, [("f", '{"a": ";"}')]),
+        ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"b": "}; {"}}', None, None),
+        (
+            '{"name": "f", "parameters": {}} ; {"name": "g", "arguments": {"b":2}}',
+            None,
+            [("f", "{}"), ("g", '{"b":2}')],
+        ),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("<|pyth", "<|pyth", []),
+        ("so {", "so {", []),
+    ],
+)
+def test_llama_calls(text, content, calls):
+    got, _, found = read_text(text, [LlamaParser()])
+    if calls is None:  # not told apart without reading the JSON: it stays text, to the letter
+        assert got == text
+    else:
+        assert (got, [(c.name, c.arguments) for c in found]) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a":1}}, {"name": "g"}]', None, [("f", '{"a":1}'), ("g", "{}")]),
+        ('so [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{', "so ", [("f", '{"a": 1}'), ("g", "{")]),
+        ("[TOOL_CALLS]what", "[TOOL_CALLS]what", []),
+        ("a [TOOL", "a [TOOL", []),
+    ],
+)
+def test_mistral_calls(text, content, calls):
+    for cut in range(len(text) + 1):
+        reader = Reader(VOCABULARY, parsers=[MistralParser()])
+        reader.push_text(text[:cut])
+        reader.push_text(text[cut:])
+        reader.finish()
+        assert (reader.content, [(c.name, c.arguments) for c in reader.tool_calls]) == (content, calls)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = "default"  # the name that replies carry where the client named none
     history: History = "template"  # where the template rewrites history: follow it, or keep the tokens (`exact`)
-    tool_parser: str = "auto"  # how the model writes tool calls: hermes, json, none; auto: what its template shows
+    tool_parser: str = "auto"  # how it writes calls: hermes, json, llama, mistral, none; auto: as its template shows
     reasoning_parser: str = "auto"  # how it writes its thoughts: think, none; auto
     template: dict[str, Any] = {}  # variables that the chat template gets with every request
     rules: Rules = DEFAULT_RULES  # what is left out of a message's identity

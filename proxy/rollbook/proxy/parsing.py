@@ -310,7 +310,7 @@ class JsonParser:
             return [Text(text)] if text else []
         self._buffer += text
         seen = self._buffer.lstrip()
-        if not seen or seen[0] in "{[":
+        if not seen or seen[0] in "{[" or any(m.startswith(seen) or seen.startswith(m) for m in self.markers):
             return []
         self._is_text = True
         return [Text(self._buffer)]
@@ -318,16 +318,84 @@ class JsonParser:
     def end(self) -> list[Segment]:
         if self._is_text or not self._buffer:
             return []
-        try:
-            text = self._buffer.strip()
-            calls = _decode_calls(text) if text.startswith("[") else [_decode_call(text)]
-        except (msgspec.DecodeError, UnicodeError):
-            return [Text(self._buffer)]
-        return [segment for call in calls for segment in call.segments()] or [Text(self._buffer)]
+        text = self._buffer.strip()
+        for mark in self.markers:
+            text = text.removeprefix(mark)
+        return _read_calls(text) or [Text(self._buffer)]
 
 
-TOOL_PARSERS: dict[str, Callable[[], Parser]] = {"hermes": HermesParser, "json": JsonParser}
+class LlamaParser(JsonParser):
+    """Llama 3: as `JsonParser`, after a `<|python_tag|>` or without; several calls have `;` between them."""
+
+    markers: tuple[str, ...] = ("<|python_tag|>",)
+
+
+class MistralParser:
+    """Text, then `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` once or more."""
+
+    markers: tuple[str, ...] = ("[TOOL_CALLS]", "[ARGS]")
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._is_text = True
+
+    @property
+    def wakes_at(self) -> str | None:
+        return "[" if self._is_text and not self._buffer else None
+
+    def feed(self, text: str) -> list[Segment]:
+        self._buffer += text
+        if not self._is_text:
+            return []
+        said, mark, rest = self._buffer.partition("[TOOL_CALLS]")
+        if mark:
+            self._is_text, self._buffer = False, rest
+        else:
+            held = _held(said, "[TOOL_CALLS]")
+            said, self._buffer = said[: len(said) - held], said[len(said) - held :]
+        return [Text(said)] if said else []
+
+    def end(self) -> list[Segment]:
+        rest, self._buffer = self._buffer, ""
+        if self._is_text:
+            return [Text(rest)] if rest else []
+        if "[ARGS]" not in rest:
+            return _read_calls(rest) or [Text(f"[TOOL_CALLS]{rest}")]
+        found: list[Segment] = []
+        for call in rest.split("[TOOL_CALLS]"):
+            name, _, arguments = call.partition("[ARGS]")
+            found += [CallBegun(name.strip()), Arguments(arguments.strip() or "{}")]
+        return found
+
+
+def _read_calls(text: str) -> list[Segment]:
+    """Calls written as one JSON object, a list of them, or several with `;` between; [] for anything else."""
+    text = text.strip()
+    try:
+        calls = _decode_calls(text) if text.startswith("[") else [_decode_call(text)]
+    except (msgspec.DecodeError, UnicodeError):
+        parts = re.split(r"(?<=\})\s*;\s*(?=\{)", text)
+        if len(parts) == 1:
+            return []
+        calls = []
+        for part in parts:
+            try:
+                calls.append(_decode_call(part))
+            except (msgspec.DecodeError, UnicodeError):
+                return []
+    return [segment for call in calls for segment in call.segments()]
+
+
+TOOL_PARSERS: dict[str, Callable[[], Parser]] = {
+    "hermes": HermesParser,
+    "json": JsonParser,
+    "llama": LlamaParser,
+    "mistral": MistralParser,
+}
 """By name, for settings."""
+
+MARKS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama"}
+"""What shows in a template or vocabulary which parser a model needs."""
 
 
 # ---------------------------------------------------------------- tokens to text

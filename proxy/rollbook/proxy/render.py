@@ -22,7 +22,7 @@ from rollbook.store.events import Edge, Int32s
 from rollbook.store.tree import Match, canonical_json, classify, text_of
 
 from .errors import BadRequest
-from .parsing import REASONING_PARSERS, TOOL_PARSERS, Cut, HermesParser, Parser, Vocabulary, read_text
+from .parsing import MARKS, REASONING_PARSERS, TOOL_PARSERS, Cut, HermesParser, Parser, Vocabulary, read_text
 from .request import Message, Tool
 from .tokenizer import Tokenizer
 
@@ -183,7 +183,8 @@ class Renderer:
         self._variables = variables or {}
         shown = tokenizer.chat_template
         if tool_parser == "auto":
-            tool_parser = "hermes" if "<tool_call>" in shown or "<tool_call>" in tokenizer.added else "json"
+            known = (name for mark, name in MARKS.items() if mark in shown or mark in tokenizer.added)
+            tool_parser = next(known, "json")
         if reasoning_parser == "auto":
             reasoning_parser = "think" if "<think>" in shown or "<think>" in tokenizer.added else "none"
         self._new_tool_parser = _chosen("tool_parser", tool_parser, TOOL_PARSERS)
