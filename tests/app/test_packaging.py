@@ -1,5 +1,6 @@
 """What a user's environment must look like after installing us, and from inside this repository."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -37,6 +38,7 @@ def test_agents_is_the_openai_sdk_from_the_repository_root(way: str, tmp_path: P
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_wheel_holds_every_module_and_nothing_at_top_level_but_rollbook(tmp_path: Path) -> None:
     done = subprocess.run(
@@ -56,3 +58,20 @@ def test_the_wheel_holds_every_module_and_nothing_at_top_level_but_rollbook(tmp_
         assert f"rollbook/{room}/py.typed" in names
     assert any(name.startswith("rollbook/store/migrations/") for name in names)
     assert "rollbook/app/_examples/arithmetic.py" in names
+
+    # Unpacked beside the dependencies, away from this repository, it runs.
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        "import rollbook.store, rollbook.app.cli as cli, sys; assert 'site' in rollbook.store.__file__\n"
+        "from rollbook.store import open_book; open_book('book', writer='w').close()\n"
+        "from rollbook.app.examples import examples_folder; assert 'site' in str(examples_folder())\n"
+        "cli.main(['sql', 'book', 'select count(*) as n from episodes', '--format', 'csv'])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": os.environ["PATH"], "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ran.returncode, ran.stdout.split()) == (0, ["n", "0"]), ran.stderr
