@@ -213,9 +213,28 @@ async def test_a_server_that_comes_back_knows_its_sessions():
         assert await served.client.set_reward(going.api_key, 1) == first
         assert (await ask(served, going.api_key, "again")).status_code == 200
         assert await served.client.end_session(going.api_key) == 2
-        assert await served.client.set_reward(ended.api_key, 1) is not None
+        for reward in (1, 2):
+            assert await served.client.set_reward(ended.api_key, reward) is not None
         with pytest.raises(SessionEnded):
             served.service.sessions.require_open(ended.api_key)
+
+
+async def test_servers_of_one_book_leave_each_others_sessions_alone_and_reward_any():
+    log = MemoryLog("one")
+    config = ServeConfig(admin_key=ADMIN, idle_s=0.2)
+    async with serving(answer, log=log) as one:
+        started = await one.client.start_session("t1")
+        first = (await ask(one, started.api_key)).json()["id"]
+        async with serving(answer, log=log.sibling("two"), config=config) as two:
+            await anyio.sleep(0.5)
+            assert not one.events("EpisodeClosed")
+            assert (await ask(two, started.api_key)).status_code == 401
+            with pytest.raises(NotFound):
+                await two.client.end_session(None, session_id=started.session_id)
+            assert await two.client.set_reward(None, 1, session_id=started.session_id) == first
+            with pytest.raises(NotFound):
+                await two.client.set_reward(None, 1, session_id="ep_unknown")
+        assert (await ask(one, started.api_key, "again")).status_code == 200
 
 
 async def test_two_servers_never_give_the_same_admin_key():

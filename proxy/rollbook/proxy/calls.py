@@ -18,7 +18,7 @@ import msgspec
 
 from rollbook.store.errors import LogClosed, LogWriteFailed
 
-from .capture import Capture, Episode
+from .capture import Capture
 from .config import ServeConfig
 from .errors import Busy, EngineFailed, EngineUnavailable, NotRecorded, ProxyError, SessionEnded
 from .request import Piece, Reply, Request
@@ -112,7 +112,6 @@ class Calls:
         self._capture = capture
         self._sessions = sessions
         self._config = config
-        self._reopening = anyio.Lock()
         self._is_open = False
         self._waited: dict[tuple[str, str], Call] = {}  # undelivered calls, by session and body or idempotency key
         self._undelivered: deque[Call] = deque()  # those of them that are done, and nobody came back for yet
@@ -253,7 +252,7 @@ class Calls:
             raise failed[0]
 
     async def _pump(self, call: Call, choice: int, request: Request) -> None:
-        episode = call.session.episode or await self._reopen(call.session)
+        episode = call.session.episode or await self._sessions.episode_of(call.session)
         keeps = request.is_stream
         items = self._capture.stream(episode, request, delivered=lambda: call.delivered(choice))
         async with aclosing(items):  # type: ignore[type-var]
@@ -271,10 +270,6 @@ class Calls:
                     call.wake()
         if call.replies[choice] is None:
             raise EngineFailed("the engine ended without an answer")
-
-    async def _reopen(self, session: Session) -> Episode:
-        async with self._reopening:
-            return await anyio.to_thread.run_sync(self._sessions.episode_of, session)
 
     def _queue(self, session: Session) -> "asyncio.Future[None] | None":
         """Count a call in: None if it may go on at once, else what to wait for."""

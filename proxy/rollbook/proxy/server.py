@@ -417,7 +417,11 @@ async def set_reward(request: AnyRequest, service: Served) -> dict[str, str | No
     key = _key(request)
     is_admin = service.sessions.is_admin(key)
     body = _decode_reward(await request.body())
-    target = await service.sessions.reward(_session_meant(service, key, is_admin, body.session_id), body)
+    try:
+        session = _session_meant(service, key, is_admin, body.session_id)
+    except NotFound:
+        session = await service.sessions.in_book(body.session_id or "", lambda: service.book)
+    target = await service.sessions.reward(session, body)
     return {"message": "success", "interaction_id": target}
 
 

@@ -14,14 +14,17 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 from typing import Literal
 
+import anyio
+import anyio.to_thread
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store import EpisodeClosed, EpisodeOpened, Event, Log, RewardGiven, new_id
+from rollbook.store.book import Book
 from rollbook.store.events import EpisodeState, decode_fact
 
 from .bodies import SetReward, Started, StartSession
@@ -76,6 +79,8 @@ class Sessions:
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[bytes, Session] = OrderedDict()
         self._ended_ids: dict[str, Session] = {}
+        self._opening: set[str] = set()  # ids whose start is being recorded
+        self._reopening = anyio.Lock()
         self._permits: list[float] = []  # when each is void, oldest first
         self._busy_keys: dict[bytes, asyncio.Lock] = {}
         self.on_close: Callable[[Session], Awaitable[None]] | None = None  # stops the calls of a session that ends
@@ -116,21 +121,55 @@ class Sessions:
         session.last_used = self._clock()
         return session
 
-    def episode_of(self, session: Session) -> Episode:
-        """What the capture knows of a session's conversations; read from the book where it must be (blocking then)."""
+    async def episode_of(self, session: Session) -> Episode:
+        """What the capture knows of a session's conversations, read back from the book where it must be."""
         if session.episode is None:
-            if session.pointers:
-                session.episode = self._capture.reopen(session.episode_id, self._log.gather(session.pointers))
-                session.pointers = []
-            else:
-                session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
+            async with self._reopening:
+                if session.episode is None and session.pointers:
+                    session.episode = await anyio.to_thread.run_sync(self._read_back, session)
+                    session.pointers = []
+                elif session.episode is None:
+                    session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
         return session.episode
+
+    def _read_back(self, session: Session) -> Episode:
+        return self._capture.reopen(session.episode_id, self._log.gather(session.pointers))
 
     def by_id(self, session_id: str) -> Session:
         """An open or recently ended session. Raises NotFound."""
         session = self._open.get(session_id) or self._ended_ids.get(session_id)
         if session is None:
             raise NotFound(f"no session {session_id!r} on this server")
+        return session
+
+    async def in_book(self, session_id: str, book: Callable[[], Book]) -> Session:
+        """A session that this server has forgotten or never had, for a late reward. Raises NotFound."""
+
+        def read() -> Session | None:
+            found = book()
+            found.catch_up()
+            rows = found.sql(
+                "select run_id, task_id, state from episodes where episode_id = ?", [session_id]
+            ).to_pylist()
+            if not rows:
+                return None
+            places = found.sql(
+                "select writer, position from interactions where episode_id = ? order by recorded_at, event_id",
+                [session_id],
+            ).to_pylist()
+            return Session(
+                episode_id=session_id,
+                run_id=rows[0]["run_id"],
+                task_id=rows[0]["task_id"],
+                key=None,
+                state=rows[0]["state"],
+                last_used=self._clock(),
+                pointers=[(place["writer"], place["position"]) for place in places],
+            )
+
+        session = await anyio.to_thread.run_sync(read)
+        if session is None:
+            raise NotFound(f"no session {session_id!r}, neither on this server nor in its book")
         return session
 
     @property
@@ -182,7 +221,9 @@ class Sessions:
                     f"this api_key is bound to the open session {held.episode_id}; end that, or use another key"
                 )
             await self.end(held, "done", "refreshed")
-        if body.session_id is not None and (body.session_id in self._open or body.session_id in self._ended_ids):
+        if body.session_id is not None and (
+            body.session_id in self._open or body.session_id in self._ended_ids or body.session_id in self._opening
+        ):
             raise Conflict(f"session_id {body.session_id!r} is taken; leave it out to get a new one")
         if len(self._open) >= self._config.max_sessions:
             raise Busy(f"{len(self._open)} sessions are open, the most this server keeps", retry_after_s=5)
@@ -198,22 +239,21 @@ class Sessions:
             last_used=self._clock(),
         )
         session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
-        await self._log.append(
-            Event(
-                run_id=session.run_id,
-                episode_id=session.episode_id,
-                fact=EpisodeOpened(
-                    task_id=body.task_id,
-                    group_id=body.group_id,
-                    attempt=body.attempt,
-                    is_eval=body.is_eval,
-                    version=self.version,
-                    task=body.task,
-                    key_sha256=digest.hex(),
-                    origin_interaction_id=body.origin_interaction_id,
-                ),
-            )
+        opened = EpisodeOpened(
+            task_id=body.task_id,
+            group_id=body.group_id,
+            attempt=body.attempt,
+            is_eval=body.is_eval,
+            version=self.version,
+            task=body.task,
+            key_sha256=digest.hex(),
+            origin_interaction_id=body.origin_interaction_id,
         )
+        self._opening.add(session.episode_id)
+        try:
+            await self._log.append(Event(run_id=session.run_id, episode_id=session.episode_id, fact=opened))
+        finally:
+            self._opening.discard(session.episode_id)
         self._enter(session)
         return Started(session_id=session.episode_id, api_key=key)
 
@@ -235,7 +275,7 @@ class Sessions:
             body.start is not None and body.end is not None and not 0 <= body.start < body.end
         ):
             raise BadRequest(f"a span must be 0 <= start < end, got [{body.start}, {body.end})", param="start")
-        target = self._target(session, body)
+        target = await self._target(session, body)
         fact = RewardGiven(
             value=body.reward,
             name=body.name,
@@ -258,20 +298,25 @@ class Sessions:
         session.last_used = self._clock()
         return target
 
-    def _target(self, session: Session, body: SetReward) -> str | None:
+    async def _target(self, session: Session, body: SetReward) -> str | None:
         if body.target == "episode":
             if body.interaction_id is not None:
                 raise BadRequest("give an interaction_id or target='episode', not both", param="target")
             return None
-        has_ended = session.state != "open" and not session.pointers
-        known = session.interactions if has_ended else self.episode_of(session).places
+        if session.episode is not None or session.pointers or session.state == "open":
+            episode = await self.episode_of(session)
+            known: Container[str] = episode.places
+            last = episode.last_main
+            if session.state != "open" or self._open.get(session.episode_id) is not session:
+                self._put_away(session, episode)
+        else:
+            known, last = session.interactions, session.last_main
         if body.interaction_id is not None:
             if body.interaction_id not in known:
                 raise BadRequest(
                     f"session {session.episode_id} has no interaction {body.interaction_id!r}", param="interaction_id"
                 )
             return body.interaction_id
-        last = session.last_main if has_ended else self.episode_of(session).last_main
         if last is None:
             raise BadRequest(
                 f"session {session.episode_id} has no interactions to reward; make a model call first, "
@@ -280,6 +325,13 @@ class Sessions:
             )
         return last
 
+    def _put_away(self, session: Session, episode: Episode) -> None:
+        """Keep of an ended session's episode what a late reward needs; its tokens are in the book."""
+        session.interactions = tuple(episode.places)
+        session.last_main = episode.last_main
+        session.episode = None
+        self._capture.forget(episode)
+
     async def end(self, session: Session, state: EpisodeState, reason: str | None = None) -> int:
         """Close an episode and return how many interactions it has. Twice is once."""
         if session.state != "open":
@@ -287,7 +339,6 @@ class Sessions:
         session.state = state  # from here on no call begins
         if self.on_close is not None:
             await self.on_close(session)
-        episode = self.episode_of(session)
         try:
             await self._log.append(
                 Event(
@@ -299,12 +350,10 @@ class Sessions:
         except BaseException:
             session.state = "open"
             raise
-        session.interactions = tuple(episode.places)
-        session.last_main = episode.last_main
-        session.episode = None  # its tokens are in the book
-        self._capture.forget(episode)
+        if session.episode is not None:
+            self._put_away(session, session.episode)
         self._leave(session)
-        return len(session.interactions)
+        return len(session.interactions) or len(session.pointers)
 
     def _leave(self, session: Session) -> None:
         self._open.pop(session.episode_id, None)
@@ -325,34 +374,35 @@ class Sessions:
     # Coming back
 
     def remember(self) -> int:
-        """Know again, from the log, the sessions of this book; returns how many are open.
+        """Know again, from the log, the sessions that this writer opened; returns how many are open.
 
-        Blocking: it reads the log once. Interactions count from now on as used.
+        Blocking: it reads the log once. Sessions count from now on as used. Those of other writers are theirs to end.
         """
         wanted = pa.array(["EpisodeOpened", "EpisodeClosed", "InteractionRecorded"])
         known: dict[str, Session] = {}
         closed: dict[str, EpisodeState] = {}
+        places: dict[str, list[tuple[int, str, int]]] = {}
         for batch in self._log.read():
             rows = batch.filter(pc.is_in(batch.column("kind"), value_set=wanted))
+            stamps = rows.column("recorded_at").view(pa.int64()).to_pylist()
             columns = [rows.column(name).to_pylist() for name in ("writer", "position", "kind", "episode_id", "run_id")]
             for i, (writer, position, kind, episode_id, run_id) in enumerate(zip(*columns, strict=True)):
                 if kind == "InteractionRecorded":
-                    if episode_id in known:
-                        known[episode_id].pointers.append((writer, position))
+                    places.setdefault(episode_id, []).append((stamps[i], writer, position))
                     continue
                 fact = decode_fact(kind, rows.column("payload")[i].as_py())
-                if isinstance(fact, EpisodeOpened):
+                if isinstance(fact, EpisodeClosed):
+                    closed[episode_id] = fact.state
+                elif isinstance(fact, EpisodeOpened) and writer == self._log.writer:
                     known[episode_id] = Session(
                         episode_id=episode_id,
                         run_id=run_id,
                         task_id=fact.task_id,
                         key=bytes.fromhex(fact.key_sha256) if fact.key_sha256 else None,
                         last_used=self._clock(),
-                        pointers=[],
                     )
-                elif isinstance(fact, EpisodeClosed):
-                    closed[episode_id] = fact.state
         for episode_id, session in known.items():
+            session.pointers = [(writer, position) for _, writer, position in sorted(places.get(episode_id, ()))]
             self._enter(session)
             if episode_id in closed:
                 session.state = closed[episode_id]
