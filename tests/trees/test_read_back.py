@@ -17,10 +17,12 @@ from rollbook.store import (
     Event,
     InteractionRecorded,
     Messages,
+    PayloadPruned,
     RewardGiven,
 )
 from rollbook.store.book import Book, open_book
 from rollbook.store.events import encode_messages
+from rollbook.store.prune import prune
 from rollbook.store.stream import Tokens
 
 
@@ -101,6 +103,24 @@ def test_a_batch_is_the_same_bytes_after_later_rewards_sealing_restart_and_rebui
         assert as_bytes(book.batch("b", form=form)) == first
         with pytest.raises(KeyError, match="no batch 'c'"):
             book.batch("c")
+
+
+def test_what_was_pruned_is_named_and_hides_nothing_else(tmp_path: Path):
+    with open_book(tmp_path, "w") as book:
+        book.log.append_blocking(*(turn("e", t) for t in range(4)))
+        book.catch_up()
+        before = book.load(["et2"]).input_ids.tobytes()
+    assert prune(tmp_path, interaction_ids=["et3"]).n_events == 1
+    with open_book(tmp_path) as book:
+        assert book.load(["et2"]).input_ids.tobytes() == before
+        assert len(book.nodes(["et3"]).trie([0, 1, 2]).input_ids) == 21
+        for ask in (lambda: book.load(["et3"]), lambda: book.nodes(["et3"]).trie()):
+            with pytest.raises(PayloadPruned, match="et3"):
+                ask()
+        episode = book.episode("e")
+        assert episode.interactions[2].output_ids.tolist() == [20, 21, 22, 23]
+        with pytest.raises(PayloadPruned, match="et3"):
+            _ = episode.interactions[3].output_ids
 
 
 def test_an_episode_of_two_thousand_turns_is_shown_quickly_and_in_little_memory(tmp_path: Path):

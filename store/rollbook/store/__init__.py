@@ -13,6 +13,7 @@ from .errors import (
     LogClosed,
     LogCorrupt,
     LogWriteFailed,
+    PayloadPruned,
     QueryRefused,
     StoreError,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "LogWriteFailed",
     "MemoryLog",
     "Messages",
+    "PayloadPruned",
     "PolicyPublished",
     "Pruned",
     "QueryRefused",

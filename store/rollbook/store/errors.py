@@ -6,6 +6,7 @@
     ├── BookTooNew      written by a newer Rollbook than this one
     ├── BookBusy        another process owns what was asked for
     ├── LogCorrupt      a bad checksum that is not a torn tail; names the place
+    ├── PayloadPruned   tokens or messages that `prune` removed for good
     ├── LogClosed       appended after close, or after a failed write stopped the log
     ├── LogWriteFailed  the disk refused a write or a sync; nothing of it was acknowledged
     ├── QueryRefused    SQL that the read-only surface does not allow, or that went over its limits
@@ -37,6 +38,10 @@ class BookBusy(StoreError):
 
 class LogCorrupt(StoreError):
     """A bad checksum that is not a torn tail."""
+
+
+class PayloadPruned(StoreError, LookupError):
+    """Tokens or messages that `prune` removed for good."""
 
 
 class LogClosed(StoreError):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .errors import LogCorrupt
+from .errors import LogCorrupt, PayloadPruned
 from .events import Float32s, Int32s
 from .log import Frame, Log
 from .tree import shared_prefix
@@ -356,6 +356,7 @@ class Nodes:
     n_prompt: Longs
     n_output: Longs
     addresses: Longs  # [N, 4]
+    is_pruned: Bools  # what it brought is gone for good
     held: list[pa.RecordBatch]  # what lies at the addresses
 
     @classmethod
@@ -370,7 +371,9 @@ class Nodes:
         orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
         if len(orphans):
             raise KeyError(f"{names[orphans[0]]} shares {n_shared[orphans[0]]} tokens with a parent that was not given")
-        wrong = np.flatnonzero((lengths[:, 0] != n_prompt - n_shared) | (lengths[:, 1] != n_output))
+        is_pruned = (lengths == 0).all(axis=1) & (n_prompt - n_shared + n_output > 0)
+        is_wrong = (lengths[:, 0] != n_prompt - n_shared) | (lengths[:, 1] != n_output)
+        wrong = np.flatnonzero(is_wrong & ~is_pruned)
         if len(wrong):
             i = wrong[0]
             raise LogCorrupt(
@@ -386,6 +389,7 @@ class Nodes:
             n_prompt=n_prompt,
             n_output=n_output,
             addresses=addresses,
+            is_pruned=is_pruned,
             held=held,
         )
 
@@ -410,6 +414,7 @@ class Nodes:
         """The rows that end at these nodes (default: all nodes), packed in this order."""
         ends = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
         row, node, limit, is_trained = self._paths(ends, every_output=form == "trajectory")
+        self._check_there(node)
         # Each node brings two runs: what its prompt adds, and its output; a branch may leave in the middle of either.
         n_shared, n_prompt = self.n_shared[node], self.n_prompt[node]
         lengths = np.empty((len(node), 2), np.int64)
@@ -440,6 +445,7 @@ class Nodes:
 
     def output(self, i: int) -> tuple[Int32s, Float32s, Int32s]:
         """Output ids, logprobs and versions of one node."""
+        self._check_there(np.array([i]))
         n = int(self.n_output[i])
         ids, logprobs, versions = copy_runs(self.addresses[i, 1:], np.full(3, n)).reshape(3, n)
         return ids, logprobs.view(np.float32), versions
@@ -491,6 +497,7 @@ class Nodes:
             is_used[level] = True
             level = parent[level[shared[level] > 0]]
             level = np.unique(level[~is_used[level]])
+        self._check_there(np.flatnonzero(is_used))
         used = np.flatnonzero(is_used).tolist()
         self._merge_prompts(used, parent, shared)
         # A node's own tokens are the stretch [shared, end) of its path; it is cut where others branch off.
@@ -590,6 +597,12 @@ class Nodes:
             run_nodes=node.astype(np.int32),
             interaction_ids=self.interaction_ids,
         )
+
+    def _check_there(self, node: Longs) -> None:
+        gone = self.is_pruned[node]
+        if gone.any():
+            name = self.interaction_ids[int(node[np.flatnonzero(gone)[0]])]
+            raise PayloadPruned(f"the tokens of {name} were pruned; its facts are in the tables, its tokens are gone")
 
     def _complain(self, ends: Longs, row: Longs, lengths: Longs) -> None:
         have = np.bincount(np.repeat(row, 2), weights=lengths.ravel(), minlength=len(ends)).astype(np.int64)
