@@ -265,6 +265,24 @@ def test_case_15_a_summary_before_kept_turns_is_found_by_what_was_kept():
     assert (match.parent_id, match.edge, match.cause) == ("t9", "compacts", "history cut")
 
 
+@pytest.mark.parametrize(
+    ("text", "is_compaction"),
+    [
+        ("Write a summary of the file README.md", False),
+        ("Summarise chapter 2", False),
+        ("Here is a summary of our conversation: steps 1 to 9 are done", True),
+        ("<summary>steps 1 to 9 are done</summary> Go on.", True),
+        ("The history has been condensed. Done: steps 1 to 9.", True),
+        ("This session is being continued from a previous conversation that ran out of context.", True),
+    ],
+)
+def test_case_15_a_task_about_summaries_is_no_compaction(text: str, is_compaction: bool):
+    episode = Episode()
+    history = chat(episode, 5)
+    match = episode.index.resolve([history[0], user(text)])
+    assert (match.edge == "compacts") == is_compaction
+
+
 def test_an_edited_history_forks_where_it_was_edited_and_says_so():
     episode = Episode()
     history = chat(episode, 4)

@@ -174,6 +174,7 @@ def _places(batch: pa.RecordBatch) -> tuple[Longs, Longs]:
 
 
 _FEW = 64  # frames, and rows in them
+_FEW_ROWS = 8  # to be put together
 
 _FIRST, _STOP, _ROW, _TICK, _MEMORY, _MAPPED = range(6)
 
@@ -453,6 +454,8 @@ class Nodes:
     def _paths(self, ends: Longs, every_output: bool) -> tuple[Longs, Longs, Longs, Bools]:
         """Every (row, node) on the way from each end to its root, root first; how many tokens of the path up to the
         node's output the row has; and whether the node's output is trained in that row."""
+        if len(ends) <= _FEW_ROWS:
+            return self._paths_one_by_one(ends, every_output)
         row, node = np.arange(len(ends)), ends
         limit = np.full(len(ends), np.iinfo(np.int64).max)
         trained = np.ones(len(ends), np.bool_)
@@ -597,6 +600,20 @@ class Nodes:
             run_nodes=node.astype(np.int32),
             interaction_ids=self.interaction_ids,
         )
+
+    def _paths_one_by_one(self, ends: Longs, every_output: bool) -> tuple[Longs, Longs, Longs, Bools]:
+        """The same for few rows: a long path is shorter in steps of Python than in calls of NumPy."""
+        ways: list[tuple[int, int, int, bool]] = []
+        for row, node in enumerate(ends.tolist()):
+            way, limit, is_trained = [], np.iinfo(np.int64).max, True
+            while node >= 0 and limit > 0:
+                way.append((row, node, limit, is_trained))
+                limit = min(limit, self.n_shared.item(node))
+                is_trained = is_trained and every_output and self.is_continuing.item(node)
+                node = self.parent.item(node)
+            ways += reversed(way)
+        table = np.array(ways, np.int64).reshape(-1, 4)
+        return table[:, 0], table[:, 1], table[:, 2], table[:, 3].astype(np.bool_)
 
     def _check_there(self, node: Longs) -> None:
         gone = self.is_pruned[node]

@@ -39,7 +39,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     )
     """Regular expressions, case ignored: a line of a system message that one matches whole is not part of it."""
     summary: str = (
-        r"\bsummar(?:y|ised|ized|ises|izes)\b|conversation (?:so far|history)|continued from a previous conversation"
+        r"\bsummary of (?:the |our |this |your |my )?(?:whole |entire |full )?(?:conversation|discussion|session|chat"
+        r"|work|progress|history|context|turns|steps|previous|earlier|prior)"
+        r"|\b(?:previous|prior|earlier|preceding) (?:conversation|context|session|messages|turns|steps)\b"
+        r"|\bconversation so far\b|<summary>"
+        r"|\b(?:context|conversation|history) (?:was|has been|is) (?:compacted|condensed|summari[sz]ed)"
     )
     """A first user message in which this is found may stand for the turns that were compacted away."""
 
