@@ -33,7 +33,7 @@ def numbered(seed: int, n: int) -> Event:
 
 
 async def main(path: str, writer: str, seed: int, roll_bytes: int) -> None:
-    log = DirectoryLog(path, writer, roll_bytes=roll_bytes)
+    log = DirectoryLog(path, writer, roll_bytes=roll_bytes, live_bytes=roll_bytes)  # small ones seal all the time
     numbers = iter(range(10**9))
     rng = random.Random(seed)
 

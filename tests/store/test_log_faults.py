@@ -226,6 +226,26 @@ def test_damage_in_a_closed_segment_names_the_place(tmp_path: Path) -> None:
         DirectoryLog(path, "w")
 
 
+def test_damage_met_while_looking_for_a_duplicate_stops_the_log(tmp_path: Path) -> None:
+    """Whether the event is new cannot be known, so neither answer may be given; and nobody waits for ever."""
+    path = tmp_path / "book"
+    log = DirectoryLog(path, "w", roll_bytes=1, live_bytes=None)
+    old = [interaction(), interaction()]
+    for event in old:
+        log.append_blocking(event)
+    log.close()
+    segment = segments(path)[0]
+    whole = segment.read_bytes()
+    segment.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    log = DirectoryLog(path, "w", live_bytes=None)
+    assert log.append_blocking(interaction()) == [2]
+    with pytest.raises(LogWriteFailed, match=r"00000\.log at offset 0: bad checksum.*nothing of this append"):
+        log.append_blocking(old[0])
+    with pytest.raises(LogClosed, match="stopped after a failed write"):
+        log.append_blocking(interaction())
+    log.close()
+
+
 # ---- disks
 
 

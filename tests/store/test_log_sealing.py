@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -80,6 +81,25 @@ def test_segments_beyond_the_live_ones_are_sealed_while_appends_go_on(tmp_path: 
     log.close()
     log = DirectoryLog(path, "w")
     assert log.append_blocking(numbered(1, 0), numbered(1, 200), numbered(1, 400)) == [0, 200, 400]
+    log.close()
+
+
+@pytest.mark.anyio
+async def test_sealing_takes_in_what_was_appended_before_it_was_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    is_slow = threading.Event()
+
+    def sync(fd: int) -> None:
+        is_slow.wait(0.02)  # so that appends and the order to seal queue up together
+
+    log = DirectoryLog(path, "w", live_bytes=None, sync=sync)
+    async with anyio.create_task_group() as tasks:
+        for n in range(20):
+            tasks.start_soon(log.append, numbered(1, n))
+        await anyio.sleep(0.005)
+        tasks.start_soon(anyio.to_thread.run_sync, log.seal)
+    assert [p for p, _ in read_all(log)] == list(range(20))
+    assert [p.name for p in files(path, "log")] == [f"{20:020d}.log"]
     log.close()
 
 

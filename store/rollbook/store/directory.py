@@ -50,6 +50,7 @@ _log = logging.getLogger("rollbook.store")
 _WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DRAIN_EVENTS = 512
 _DRAIN_BYTES = 32 << 20
+_FRAME_BYTES = 1 << 31  # a frame's length has 32 bits
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
 _PATIENCE_S = 0.1  # followers wait for a writer to say that a frame is synced, then sync it themselves
 _PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
@@ -365,7 +366,9 @@ class DirectoryLog:
                     break
             try:
                 self._commit(requests)
-            except OSError as error:
+                if not all(request.events for request in requests):
+                    self._roll()
+            except Exception as error:  # whatever it is, nobody may wait for ever, and no more may be promised
                 self._stop(requests, error)
                 is_open = False
             _answer(requests)
@@ -387,11 +390,11 @@ class DirectoryLog:
                     fresh[id_] = event
                 request.positions.append(position)
         if not fresh:
-            if any(not request.events for request in requests):
-                self._roll()
             return
         try:
             batch = to_batch(list(fresh.values()), writer=chain.writer, first_position=first)
+            if batch.nbytes > _FRAME_BYTES:
+                raise BadEvent(f"one append of {batch.nbytes} bytes, the most is {_FRAME_BYTES}; append fewer at once")
         except BadEvent as error:
             if len(requests) == 1:
                 requests[0].error = error
@@ -438,8 +441,10 @@ class DirectoryLog:
         segment.add(frame)
         self.written_bytes += frame.size
 
-    def _stop(self, requests: list[_Request], error: OSError) -> None:
-        what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    def _stop(self, requests: list[_Request], error: Exception) -> None:
+        what = str(error)
+        if isinstance(error, OSError):
+            what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or what
         message = (
             f"could not write to the log in {self.path}: {what}; nothing of this append is acknowledged and the log "
             "takes no more: free or repair the disk, then open the book again and append the same events again"
