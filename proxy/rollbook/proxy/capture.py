@@ -144,6 +144,7 @@ class Episode:
     size: int = 0  # bytes, about
     n_running: int = 0  # requests in progress
     is_asleep: bool = False
+    has_ended: bool = False
     main_when_asleep: str | None = None
 
     @property
@@ -257,7 +258,6 @@ class Capture:
     async def _wake(self, episode: Episode) -> None:
         """An episode that is in memory, and will be until it is let go of."""
         self._awake.pop(episode, None)
-        episode.n_running += 1
         if episode.is_asleep:
             async with self._waking:
                 if episode.is_asleep:
@@ -268,7 +268,7 @@ class Capture:
 
     def _let_go(self, episode: Episode) -> None:
         episode.n_running -= 1
-        if episode.n_running:
+        if episode.n_running or episode.has_ended:
             return
         self._awake[episode] = None
         while self._size > self._settings.memory and self._awake:
@@ -280,7 +280,7 @@ class Capture:
         """The episode has ended; what is kept of it counts no more."""
         self._awake.pop(episode, None)
         self._size -= episode.size
-        episode.size = 0
+        episode.size, episode.has_ended = 0, True
 
     async def stream(
         self, episode: Episode, request: Request, *, delivered: Callable[[], int] | None = None
@@ -297,8 +297,9 @@ class Capture:
         Raises BadRequest and its kin before the first piece, EngineFailed and EngineUnavailable at any time,
         LogWriteFailed and LogClosed instead of the Reply; then nothing was answered.
         """
-        await self._wake(episode)
+        episode.n_running += 1
         try:
+            await self._wake(episode)
             known = self._answered(episode, request)
             if known is not None:
                 async for item in self._replay(known, request):
