@@ -130,6 +130,29 @@ def test_no_reward_at_all_is_a_clear_error_before_any_training(tmp_path: Path, m
         assert not book.sql("select * from batches").num_rows
 
 
+def test_a_recorded_book_teaches_without_an_engine(tmp_path: Path, model: str) -> None:
+    first = echo_config(tmp_path, model, total_train_epochs=2, actor__optimizer__lr=0.0)
+    before = run(first, EchoRollouts())
+    offline = echo_config(tmp_path, model, total_train_epochs=10, trial_name="offline", scheduler__type="none")
+    offline.book = first.book_path
+    offline.train_dataset.batch_size = 5
+    with PPOTrainer(offline) as trainer:
+        trainer.train()
+    with open_book(first.book_path) as book:
+        trained = book.sql("select count(*) as n from batches where run_id = 'echo/offline' and trained_at is not null")
+        assert trained["n"].to_pylist() == [40]
+        policies = book.sql("select path from policies where run_id = 'echo/offline' order by version")["path"]
+    later = echo_config(tmp_path, policies[-1].as_py(), total_train_epochs=1, trial_name="later")
+    after = run(later, EchoRollouts())
+    assert after[0]["reward"] > before[0]["reward"] + 0.1
+
+
+def test_an_empty_selection_is_a_clear_error(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, scheduler__type="none")
+    with pytest.raises(NothingToTrain, match="finds no ended episode in the book"), PPOTrainer(config) as trainer:
+        trainer.train()
+
+
 def test_no_dataset_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="train_dataset has no rows"):
         PPOTrainer(TrainConfig())

@@ -17,9 +17,10 @@ import numpy as np
 from rollbook.store import BatchRow, BatchTaken, Event, new_id
 from rollbook.store.book import Book
 from rollbook.store.credit import episode_rewards_query
+from rollbook.store.expressions import parse
 
 from .algorithms import Algorithm
-from .config import CreditConfig, TrainConfig
+from .config import CreditConfig, SelectionConfig, TrainConfig
 from .errors import NothingToTrain
 from .rows import Floats, Rows
 
@@ -80,18 +81,45 @@ def finished_groups(
         """,
         {"run": run_id, "n": n_samples},
     )
-    return [
-        Group(
-            group_id=row["group_id"],
-            task_id=row["task_id"],
-            task=json.loads(row["task"]) if row["task"] else None,
-            episode_ids=row["episode_ids"],
-            states=row["states"],
-            rewards=row["rewards"],
+    return [_group(row) for row in table.to_pylist() if row["group_id"] not in known]
+
+
+def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, reward: str | None) -> list[Group]:
+    """Groups that other runs left in the book, as the selection says, with whatever of their episodes ended."""
+    where = "true" if selection.where is None else parse(selection.where).text
+    table = book.sql(
+        f"""
+        with judged as ({episode_rewards_query(reward)})
+        select coalesce(group_id, episode_id) as group_id, any_value(task_id) as task_id, any_value(task) as task,
+          list(episode_id order by episode_id) as episode_ids, list(state order by episode_id) as states,
+          list(judged.value order by episode_id) as rewards
+        from (select * from episodes where ({where}
+          )) left join judged using (episode_id)
+        where run_id <> $run and (len($runs::varchar[]) = 0 or run_id in (select unnest($runs::varchar[])))
+          and not coalesce(is_eval, false) and state in ('done', 'failed')
+        group by run_id, coalesce(group_id, episode_id)
+        """,
+        {"run": run_id, "runs": selection.runs or []},
+    )
+    groups = [_group(row) for row in table.to_pylist()]
+    if not groups:
+        raise NothingToTrain(
+            f"the selection (runs: {selection.runs or 'all others'}, where: {selection.where or 'anything'}) finds no "
+            'ended episode in the book; `rollbook sql BOOK "select run_id, state, count(*) from episodes group by all"` '
+            "shows what is there"
         )
-        for row in table.to_pylist()
-        if row["group_id"] not in known
-    ]
+    return sorted(groups, key=lambda group: natural(group.group_id))
+
+
+def _group(row: dict[str, Any]) -> Group:
+    return Group(
+        group_id=row["group_id"],
+        task_id=row["task_id"],
+        task=json.loads(row["task"]) if row["task"] else None,
+        episode_ids=row["episode_ids"],
+        states=row["states"],
+        rewards=row["rewards"],
+    )
 
 
 def reason_to_reject(
@@ -130,7 +158,7 @@ def take(
     discarded = Counter({"no_reward": unjudged} if unjudged else {})
     for group, reason in rejected:
         discarded[reason] += len(group.episode_ids)
-    rows = load_rows(book, episode_ids=wanted, credit=config.credit)
+    rows = load_rows(book, episode_ids=wanted, credit=config.credit, run_id=config.run_id)
     if len(rows):
         rows = replace(rows, advantages=algorithm.advantages(rows))
     batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded))
@@ -162,12 +190,17 @@ def taken_batches(book: Book, run_id: str, *, from_step: int) -> list[Batch]:
         {"run": run_id, "step": from_step},
     ).to_pylist()
     return [
-        Batch(batch_id=b["batch_id"], step=b["step"], is_trained=b["is_trained"], rows=rows_of(book, b["batch_id"]))
+        Batch(
+            batch_id=b["batch_id"],
+            step=b["step"],
+            is_trained=b["is_trained"],
+            rows=rows_of(book, b["batch_id"], run_id),
+        )
         for b in known
     ]
 
 
-def rows_of(book: Book, batch_id: str) -> Rows:
+def rows_of(book: Book, batch_id: str, run_id: str | None = None) -> Rows:
     """A taken batch again, byte for byte: tokens from the log, credits and advantages from its event."""
     taken = book.sql(
         "select interaction_id, credit, advantage from batch_rows where batch_id = $batch", {"batch": batch_id}
@@ -179,7 +212,7 @@ def rows_of(book: Book, batch_id: str) -> Rows:
             strict=True,
         )
     )
-    rows = load_rows(book, interaction_ids=list(by_id))
+    rows = load_rows(book, interaction_ids=list(by_id), run_id=run_id)
     return replace(
         rows,
         credits=np.array([by_id[i][0] for i in rows.interaction_ids], np.float64),
@@ -203,6 +236,7 @@ def load_rows(
     episode_ids: Sequence[str] | None = None,
     interaction_ids: Sequence[str] | None = None,
     credit: CreditConfig | None = None,
+    run_id: str | None = None,
 ) -> Rows:
     """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
 
@@ -214,8 +248,8 @@ def load_rows(
     table = book.sql(
         f"""
         with judged as ({episode_rewards_query(None if credit is None else credit.reward)})
-        select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, i.finish_reason,
-          judged.value as reward
+        select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, e.run_id,
+          i.finish_reason, i.n_output, judged.value as reward
         from interactions i join episodes e using (episode_id) left join judged using (episode_id)
         where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
         {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
@@ -231,6 +265,12 @@ def load_rows(
     if credit is not None and ids:
         credits = _credits(book, tokens.row_ids, credit, wanted)
     mask = tokens.loss_mask
+    versions = tokens.versions[mask]
+    if run_id is not None:
+        # Another run's versions are other weights: older than version 0 of this one, whatever their number.
+        is_foreign = np.array([row["run_id"] != run_id for row in order], np.bool_)
+        n_E = np.array([row["n_output"] for row in order], np.int64)
+        versions = np.where(np.repeat(is_foreign, n_E), -1, versions)
     starts = tokens.cu_seqlens.astype(np.int64)
     n_output = np.add.reduceat(mask.astype(np.int64), starts[:-1]) if len(ids) else np.empty(0, np.int64)
     rows = Rows(
@@ -241,7 +281,7 @@ def load_rows(
         starts=starts,
         n_prompt=np.diff(starts) - n_output,
         logprobs=tokens.logprobs[mask].astype(np.float64),
-        versions=tokens.versions[mask],
+        versions=versions,
         credits=credits,
         rewards=np.array([np.nan if row["reward"] is None else row["reward"] for row in order], np.float64),
         is_cut=np.array([row["finish_reason"] == "length" for row in order], np.bool_),

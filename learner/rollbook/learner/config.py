@@ -230,9 +230,8 @@ class SchedulerConfig(Settings):
 class SelectionConfig(Settings):
     """Which recorded rollouts a run without an engine trains on (scheduler.type: none)."""
 
-    runs: list[str] | None = None  # run ids; null: every run of the book
-    where: str | None = None  # SQL condition over episodes e, e.g. "e.version >= 10"
-    epochs: int = 1  # passes over them
+    runs: list[str] | None = None  # run ids; null: every other run of the book
+    where: str | None = None  # SQL condition over `episodes`, e.g. "version >= 10 and state = 'done'"
 
 
 class CreditConfig(Settings):

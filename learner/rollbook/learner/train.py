@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollbook.store import BatchTrained, Event, PolicyPublished, RunStarted, TokensScored
 from rollbook.store.book import Book
@@ -58,6 +59,7 @@ class Run:
     total_steps: int
     total_groups: int  # that the rollouts will ever finish
     step: int = 0
+    recorded: Sequence[Group] | None = None  # what there is to train on, where nobody makes more
     used: set[str] = field(default_factory=set)  # groups that batches used or rejected
     _due: dict[str, float] = field(default_factory=dict)
 
@@ -124,8 +126,8 @@ class Run:
         """The next batch as soon as enough groups are finished, each written down before it is handed out."""
         while self.step < self.total_steps:
             began = time.monotonic()
-            usable, rejected = self.wait_for_groups()
-            if not usable:
+            usable, rejected = self.wait_for_groups() if self.recorded is None else self.recorded_groups()
+            if not usable and self.recorded is None:
                 return
             batch = batches.take(
                 self.book,
@@ -140,6 +142,24 @@ class Run:
             self.used.update(group.group_id for group, _ in rejected)
             self._due["waited"] = time.monotonic() - began
             yield batch
+
+    def recorded_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
+        """The next of the recorded groups: a new order in each epoch, the same after a restart."""
+        assert self.recorded is not None
+        wanted = self.config.groups_per_step
+        per_epoch = max(1, len(self.recorded) // wanted)
+        epoch, k = divmod(self.step, per_epoch)
+        order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.recorded))
+        groups = [self.recorded[i] for i in order[k * wanted : (k + 1) * wanted]]
+        reasons = [
+            (group, batches.reason_to_reject(group, drop_all_equal=self.drop_all_equal, accept=self.accept))
+            for group in groups
+        ]
+        usable = [group for group, reason in reasons if reason is None]
+        rejected = [(group, reason) for group, reason in reasons if reason is not None]
+        if all(reason == "no_reward" for _, reason in reasons):
+            batches.refuse_unjudged(groups, self.config)
+        return usable, rejected
 
     def wait_for_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
         """The oldest finished groups that teach something, as many as a step consumes, and those rejected meanwhile."""

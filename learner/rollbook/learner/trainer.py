@@ -10,7 +10,7 @@ from rollbook.store.book import Book, open_book
 
 from .algorithms import find_algorithm
 from .backend import Backend, make_backend
-from .batches import Group
+from .batches import Group, recorded_groups
 from .config import ModelConfig, OptimizerConfig, TrainConfig
 from .metrics import Report
 from .rollouts import Rollouts, find_rollouts
@@ -39,7 +39,7 @@ class PPOTrainer:
         self.config = config
         self.train_dataset: Tasks = [] if train_dataset is None else train_dataset
         self.valid_dataset: Tasks = [] if valid_dataset is None else valid_dataset
-        if not len(self.train_dataset):
+        if not len(self.train_dataset) and config.scheduler.type != "none":
             raise ValueError("train_dataset has no rows; pass a list of dicts with the tasks to train on")
         self.algorithm = find_algorithm(config.algorithm, config.actor)
         self._rollouts = rollouts
@@ -68,27 +68,33 @@ class PPOTrainer:
         config = self.config
         epochs = total_epochs or config.total_train_epochs
         config.total_train_epochs = epochs
-        total_groups = epochs * len(self.train_dataset)
-        total_steps = max(1, total_groups // config.groups_per_step)
-        if config.total_train_steps is not None:
-            total_steps = min(total_steps, config.total_train_steps)
         if config.actor.max_new_tokens is None:
             config.actor.max_new_tokens = config.gconfig.max_new_tokens
         # The cheap things that can be wrong come before the model is loaded.
-        rollouts = self._rollouts or find_rollouts(config.scheduler.type)
-        rollouts.resolve(workflow, workflow_kwargs or {})
+        if self.algorithm.needs_critic and config.critic is None:
+            raise ValueError(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+        rollouts: Rollouts | None = None
+        if config.scheduler.type != "none":
+            rollouts = self._rollouts or find_rollouts(config.scheduler.type)
+            rollouts.resolve(workflow, workflow_kwargs or {})
         book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
+        recorded = None
+        if rollouts is None:
+            recorded = recorded_groups(book, config.run_id, config.selection, reward=config.credit.reward)
+        total_groups = epochs * len(self.train_dataset if recorded is None else recorded)
+        total_steps = max(1, total_groups // config.groups_per_step)
+        if config.total_train_steps is not None:
+            total_steps = min(total_steps, config.total_train_steps)
         actor = self._backend(config.actor, total_steps, optimizer=config.actor.optimizer)
         reference = None if config.ref is None else self._backend(config.ref, total_steps)
         critic = None
-        if self.algorithm.needs_critic:
-            if config.critic is None:
-                raise ValueError(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+        if self.algorithm.needs_critic and config.critic is not None:
             critic = self._backend(config.critic, total_steps, optimizer=config.critic.optimizer, has_values=True)
         report = self._stack.enter_context(
             Report(config, total_steps=total_steps, past=_past_metrics(book, config.run_id))
         )
-        self._stack.callback(rollouts.close)
+        if rollouts is not None:
+            self._stack.callback(rollouts.close)
         train(
             Run(
                 config=config,
@@ -108,6 +114,7 @@ class PPOTrainer:
                 accept=dynamic_filter_fn,
                 total_steps=total_steps,
                 total_groups=total_groups,
+                recorded=recorded,
             )
         )
 
