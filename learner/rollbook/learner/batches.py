@@ -105,7 +105,7 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
     if not groups:
         raise NothingToTrain(
             f"the selection (runs: {selection.runs or 'all others'}, where: {selection.where or 'anything'}) finds no "
-            'ended episode in the book; `rollbook sql BOOK "select run_id, state, count(*) from episodes group by all"` '
+            'ended episode in the book; `rollbook sql BOOK "select run_id, state from episodes"` '
             "shows what is there"
         )
     return sorted(groups, key=lambda group: natural(group.group_id))
