@@ -7,12 +7,13 @@ or after other weights, can be told from one that was made wrong. The real serve
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -25,6 +26,19 @@ def next_token(weights: str, ids: list[int]) -> tuple[int, float]:
         return 2, -0.5
     value = (sum(ids) * 31 + len(ids) * 17 + sum(weights.encode())) % 251 + 3
     return value, -0.01 - value / 100
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    with anyio.fail_after(10):
+        while not claim():  # noqa: ASYNC110 - what is waited for happens on the other side of a socket
+            await anyio.sleep(0.001)
+
+
+def answer(weights: str, prompt: list[int], n: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(next_token(weights, ids)[0])
+    return ids[len(prompt) :]
 
 
 @dataclass(eq=False)
@@ -48,6 +62,7 @@ class FakeVLLM:
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    limit_name = "max_tokens"
 
     def __post_init__(self) -> None:
         self._runner: web.AppRunner | None = None
@@ -65,6 +80,15 @@ class FakeVLLM:
     async def live(self) -> None:
         self._restart()
         app = web.Application(middlewares=[self._note])
+        app.add_routes(self._routes())
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def _routes(self) -> list[web.RouteDef]:
         routes = [web.get("/health", self._ok), web.get("/v1/models", self._models)]
         routes.append(web.post("/v1/completions", self._complete))
         if self.has_generate:
@@ -80,13 +104,7 @@ class FakeVLLM:
             ]
         if self.is_dev and self.has_versions:
             routes += [web.post("/update_weight_version", self._set_version), web.get("/weight_info", self._info)]
-        app.add_routes(routes)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
-        await site.start()
-        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        self.url = f"http://127.0.0.1:{self._port}"
+        return routes
 
     async def die(self) -> None:
         runner, self._runner = self._runner, None
@@ -199,12 +217,11 @@ class FakeVLLM:
                     break
                 await asyncio.sleep(self.token_s)
                 token, logprob = next_token(self.weights, ids)
-                if sampling["top_k"] == 1 and self.mode == "processed":
-                    logprob = 0.0
+                logprob = self._logprob(logprob, sampling)
                 ids.append(token)
                 if token in sampling["stop_token_ids"]:
                     reason = "stop"
-                elif len(ids) - len(prompt) == sampling["max_tokens"]:
+                elif len(ids) - len(prompt) == sampling[self.limit_name]:
                     reason = "length"
                 await self._event(answer, [token], [logprob], reason)
                 if self.dies_after is not None:
@@ -219,6 +236,9 @@ class FakeVLLM:
         finally:
             del self._aborts[name]
         return answer
+
+    def _logprob(self, logprob: float, sampling: dict[str, Any]) -> float:
+        return 0.0 if sampling["top_k"] == 1 and self.mode == "processed" else logprob
 
     async def _event(
         self, answer: web.StreamResponse, ids: list[int], logprobs: list[float], reason: str | None

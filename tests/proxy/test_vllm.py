@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
-from proxy.fake_vllm import FakeVLLM, next_token, serving
+from proxy.fake_vllm import FakeVLLM, answer, serving, until
 from proxy.models import misfits, tiny_model
 from rollbook.proxy.checkpoint import check_fits, is_tied, write_untied
 from rollbook.proxy.engine import Engine, Sampled
@@ -32,19 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("vllm") / "other", seed=1)
-
-
-async def until(claim: Callable[[], bool]) -> None:
-    with anyio.fail_after(10):
-        while not claim():  # noqa: ASYNC110 - what is waited for happens on the other side of a socket
-            await anyio.sleep(0.001)
-
-
-def answer(weights: str, prompt: list[int], n: int) -> list[int]:
-    ids = list(prompt)
-    for _ in range(n):
-        ids.append(next_token(weights, ids)[0])
-    return ids[len(prompt) :]
 
 
 @pytest.mark.parametrize("has_generate", [True, False], ids=["generate", "completions"])
