@@ -109,6 +109,11 @@ CANNOT = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0]",
     ),
+    (
+        "chat/completions",
+        {"messages": HELLO, "chat_template_kwargs": {"messages": []}},
+        "chat_template_kwargs.messages",
+    ),
     ("responses", {"input": [{"type": "computer_call"}]}, "input[0]"),
     ("responses", {"input": "hi", "background": True}, "background"),
     ("responses", {"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -31,6 +31,7 @@ BODIES = {
         "stop": ["x"],
         "max_tokens": 5,
         "temperature": 1.0,
+        "chat_template_kwargs": {"enable_thinking": True, "bos_token": "b"},
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
     },
     "/v1/responses": {

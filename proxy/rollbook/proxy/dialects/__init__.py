@@ -218,6 +218,21 @@ def openai_error(error: ProxyError) -> dict[str, Any]:
     }
 
 
+_TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+def template_variables(given: dict[str, Any] | None, **wishes: Any) -> dict[str, Any]:
+    """What the chat template is told besides messages and tools: wishes of the API's own (None: not said), then what
+    the client gives it by name. A template takes what it knows. Raises BadRequest for names that are not the client's.
+    """
+    told = {name: wish for name, wish in wishes.items() if wish is not None}
+    for name in given or ():
+        if name in _TEMPLATES_OWN:
+            param = f"chat_template_kwargs.{name}"
+            raise BadRequest(f"{param} is made from the request; leave it out", param=param)
+    return told | (given or {})
+
+
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
     """One stop string or several; None where the request says nothing."""
     if stop is None:

@@ -20,6 +20,7 @@ from . import (
     refuse_as_openai,
     refuse_unless,
     stop_strings,
+    template_variables,
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -129,16 +130,13 @@ class Chat:
             ),
             context.defaults,
         )
-        template = asked.chat_template_kwargs or {}
-        if asked.reasoning_effort is not None:
-            template = {"reasoning_effort": asked.reasoning_effort, **template}
-        if asked.parallel_tool_calls is False:
-            template = {"parallel_tool_calls": False, **template}
+        form = None if form is None or form["type"] == "text" else form
+        choice = check_tool_choice(asked.tool_choice, tools)
         return Request(
             dialect=self.name,
             messages=asked.messages,
             tools=tools,
-            tool_choice=check_tool_choice(asked.tool_choice, tools),
+            tool_choice=choice,
             model=asked.model or "default",
             sampling=sampling,
             stop=stop,
@@ -146,9 +144,15 @@ class Chat:
             is_stream=bool(asked.stream),
             wants_logprobs=bool(asked.logprobs),
             store=asked.store is not False,
-            response_format=None if form is None or form["type"] == "text" else form,
+            response_format=form,
             max_total_tokens=context.defaults.max_tokens,
-            template=template,
+            template=template_variables(
+                asked.chat_template_kwargs,
+                reasoning_effort=asked.reasoning_effort,
+                parallel_tool_calls=False if asked.parallel_tool_calls is False else None,
+                response_format=form,
+                tool_choice=None if choice == "auto" else choice,
+            ),
             extra={
                 "include_usage": bool(asked.stream and asked.stream_options and asked.stream_options.include_usage),
                 "return_token_ids": bool(asked.return_token_ids),

@@ -13,7 +13,7 @@ from rollbook.proxy.config import Asked, settle
 from rollbook.proxy.errors import BadRequest, ContextOverflow, ProxyError
 from rollbook.proxy.request import Message, Piece, Reply, Request, ToolCall
 
-from . import Context, Spell, check_messages, check_tool_choice, check_tools, decoder, refuse_unless
+from . import Context, Spell, check_messages, check_tool_choice, check_tools, decoder, refuse_unless, template_variables
 
 _encode = msgspec.json.Encoder().encode
 
@@ -93,14 +93,9 @@ class Messages:
         check_messages(messages)
         tools = _read_tools(asked.tools or [], asked.messages)
         check_tools(tools)
-        template: dict[str, Any] = {}
-        if asked.thinking is not None:
-            template["enable_thinking"] = asked.thinking.get("type") != "disabled"
         output = asked.output_config or {}
-        if output.get("effort") is not None:
-            template["reasoning_effort"] = output["effort"]
-        if (asked.tool_choice or {}).get("disable_parallel_tool_use"):
-            template["parallel_tool_calls"] = False
+        form = _read_format(output.get("format") or asked.output_format)
+        choice = check_tool_choice(_read_tool_choice(asked.tool_choice), tools)
         sampling, stop = settle(
             Asked(
                 temperature=asked.temperature,
@@ -120,15 +115,22 @@ class Messages:
             dialect=self.name,
             messages=messages,
             tools=tools,
-            tool_choice=check_tool_choice(_read_tool_choice(asked.tool_choice), tools),
+            tool_choice=choice,
             model=asked.model or "default",
             sampling=sampling,
             stop=stop,
             is_stream=bool(asked.stream),
-            response_format=_read_format(output.get("format") or asked.output_format),
+            response_format=form,
             role=context.headers.get(b"x-claude-code-agent-id", b"").decode("latin-1") or None,
             max_total_tokens=context.defaults.max_tokens,
-            template=template | (asked.chat_template_kwargs or {}),
+            template=template_variables(
+                asked.chat_template_kwargs,
+                enable_thinking=None if asked.thinking is None else asked.thinking.get("type") != "disabled",
+                reasoning_effort=output.get("effort"),
+                parallel_tool_calls=False if (asked.tool_choice or {}).get("disable_parallel_tool_use") else None,
+                response_format=form,
+                tool_choice=None if choice == "auto" else choice,
+            ),
         )
 
     def render(self, request: Request, replies: list[Reply]) -> bytes:

@@ -28,6 +28,7 @@ from . import (
     refuse_as_openai,
     refuse_unless,
     stop_strings,
+    template_variables,
 )
 
 _encode = msgspec.json.Encoder().encode
@@ -109,12 +110,8 @@ class Responses:
         choice = asked.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":
             choice = {"type": "function", "function": {"name": choice.get("name")}}
-        template = asked.chat_template_kwargs or {}
-        effort = (asked.reasoning or {}).get("effort")
-        if effort is not None:
-            template = {"reasoning_effort": effort, **template}
-        if asked.parallel_tool_calls is False:
-            template = {"parallel_tool_calls": False, **template}
+        choice = check_tool_choice(choice, tools)
+        form = _read_format(asked.text)
         sampling, stop = settle(
             Asked(
                 temperature=asked.temperature,
@@ -136,16 +133,22 @@ class Responses:
             dialect=self.name,
             messages=messages,
             tools=tools,
-            tool_choice=check_tool_choice(choice, tools),
+            tool_choice=choice,
             model=asked.model or "default",
             sampling=sampling,
             stop=stop,
             is_stream=bool(asked.stream),
             wants_logprobs="message.output_text.logprobs" in (asked.include or ()),
             parent_id=asked.previous_response_id,
-            response_format=_read_format(asked.text),
+            response_format=form,
             max_total_tokens=context.defaults.max_tokens,
-            template=template,
+            template=template_variables(
+                asked.chat_template_kwargs,
+                reasoning_effort=(asked.reasoning or {}).get("effort"),
+                parallel_tool_calls=False if asked.parallel_tool_calls is False else None,
+                response_format=form,
+                tool_choice=None if choice == "auto" else choice,
+            ),
             extra={
                 "instructions": asked.instructions,
                 "previous_response_id": asked.previous_response_id,
