@@ -16,12 +16,13 @@ from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from .canned import find_canned
-from .credit import Fork, Scheme, credit_query
+from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import DirectoryLog
 from .errors import BookBusy
-from .events import Float32s, Int32s, Messages, decode_messages
+from .events import Event, Float32s, Int32s, Messages, RewardGiven, decode_messages
 from .log import Log
 from .relations import read_tokens, read_tool_calls
 from .selection import Selection, discards_query, select_query
@@ -30,6 +31,9 @@ from .views import Views
 
 _ROWS_AT_ONCE = 8192
 """Rows whose trees `packs` looks up with one query."""
+
+
+_BULK = 8192  # events per append of a re-reward
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,45 @@ class Book:
             scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts, episodes="select id from _wanted"
         )
         return self.sql(query, _wanted=pa.table({"id": pa.array(list(episode_ids), pa.string())}))
+
+    def rereward(
+        self,
+        expression: str,
+        *,
+        name: str,
+        source: str = "sql",
+        selection: Selection | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> int:
+        """Give stored episodes another reward, computed by an SQL expression; the earlier ones stay as they are.
+
+        expression: over the columns of `episodes` and the names of rewards, as in `credit.py`; where it is NULL no
+        reward is given. name: of the new reward. selection: of which episodes (default: of all). Durable when this
+        returns, and in the tables. Returns how many were given. Raises BadSelection, and LogClosed for a reader.
+        """
+        only = None if selection is None else "select episode_id from _chosen"
+        tables = {} if selection is None else {"_chosen": self.select(replace(selection, rows="episodes"))}
+        given = self.sql(
+            f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
+            "join episodes e using (episode_id) where isfinite(r.value) order by e.episode_id",
+            **tables,
+        )
+        runs, episodes, values = (given[column].to_pylist() for column in ("run_id", "episode_id", "value"))
+        details = {"expression": expression, **(details or {})}
+        for start in range(0, len(values), _BULK):
+            part = slice(start, start + _BULK)
+            self.log.append_blocking(
+                *(
+                    Event(
+                        run_id=run,
+                        episode_id=episode,
+                        fact=RewardGiven(value=value, name=name, source=source, details=details),
+                    )
+                    for run, episode, value in zip(runs[part], episodes[part], values[part], strict=True)
+                )
+            )
+        self.catch_up()
+        return len(values)
 
     def canned(self, name: str, **params: Any) -> pa.Table:
         """The answer to one of the questions of `canned.py`. Raises BadSelection."""

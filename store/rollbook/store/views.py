@@ -183,6 +183,12 @@ def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
         yield chunk
 
 
+class _Recorded(InteractionRecorded, frozen=True, kw_only=True):
+    """The same with its sampling settings left as JSON, which is what the table has."""
+
+    sampling: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
+
+
 class _Node(NamedTuple):
     """What placing a node in its tree takes."""
 
@@ -250,6 +256,7 @@ class _Projection:
         names = kinds.dictionary.to_pylist()
         codes = kinds.indices.to_numpy()
         at = {name: np.flatnonzero(codes == code) for code, name in enumerate(names)}
+        lists = _Lists(chunk)
         for kind, project in (
             ("RunStarted", self._runs),
             ("PolicyPublished", self._policies),
@@ -267,7 +274,7 @@ class _Projection:
                 mine = fresh.take(pa.array(rows))
                 if kind in TOUCHING:
                     self._touched.update(mine["episode_id"].unique().to_pylist())
-                project(mine, _facts(kind, mine["payload"]), chunk)
+                project(mine, _facts(kind, mine["payload"]), lists)
         self._refresh_episodes()
 
     def _fresh(self, table: pa.Table) -> pa.Table:
@@ -286,9 +293,11 @@ class _Projection:
             table = table.take(pa.array(sorted(first.values())))
         table = table.set_column(1, "event_id", _uuids(table["event_id"]))
         with self._staged(_events=table.drop_columns(["payload", "schema_version"])):
+            # Materialized, because DuckDB 1.5 cannot push a join's filter on a UUID down into Arrow.
             again = self._con.execute(
+                "with n as materialized (select event_id, writer, position from _events) "
                 "select n.event_id, n.writer, n.position, (n.writer, n.position) < (e.writer, e.position) "
-                "from _events n join events e using (event_id)"
+                "from n join events e using (event_id)"
             ).fetchall()
             for event_id, writer, position, is_earlier in again:
                 if is_earlier:
@@ -430,24 +439,23 @@ class _Projection:
                 from _new order by row
             """)
 
-    def _interactions(self, rows: pa.Table, facts: Sequence[InteractionRecorded], chunk: list[pa.RecordBatch]) -> None:
-        n_output, version_min, version_max = _list_stats(rows, chunk, "versions")
-        _, mean_logprob = _list_means(rows, chunk, "logprobs")
+    def _interactions(self, rows: pa.Table, facts: Sequence[_Recorded], lists: "_Lists") -> None:
         ids: list[str] = rows["interaction_id"].to_pylist()
-        keys = list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), rows["event_id"].to_pylist(), strict=True))
-        keys = [(at, event_id.bytes) for at, event_id in keys]
-
         # Of several events of one interaction the first recorded stands: its children were built on it.
-        chosen: dict[str, int] = {}
-        for row, name in enumerate(ids):
-            if name not in chosen or keys[row] < keys[chosen[name]]:
-                chosen[name] = row
+        chosen = dict(zip(ids, range(len(ids)), strict=True))
+        if len(chosen) < len(ids):
+            keys = _keys(rows)
+            for row, name in enumerate(ids):
+                if keys[row] < keys[chosen[name]]:
+                    chosen[name] = row
         wanted = set(ids)
         wanted.update(fact.parent_id for fact in facts if fact.parent_id is not None)
         known = self._load("select id from _wanted", _wanted=pa.table({"id": pa.array(list(wanted), pa.string())}))
         left: set[str] = set()  # former parents of rows that are replaced
         replaced: list[str] = []
-        for name in [name for name in chosen if name in known]:
+        again = [name for name in chosen if name in known]
+        keys = _keys(rows) if again else []
+        for name in again:
             one = known[name]
             if keys[chosen[name]] < (one.recorded_at, one.event_id):
                 replaced.append(name)
@@ -462,10 +470,17 @@ class _Projection:
                 ).fetchall()
             self._touched.update(episode_id for (episode_id,) in gone)
 
-        nodes: dict[str, _Node] = {}
-        for name, row in chosen.items():
-            fact = facts[row]
-            nodes[name] = _Node(fact.parent_id, fact.edge, n_output[row], version_min[row], version_max[row])
+        taken = np.fromiter(chosen.values(), np.int64, len(chosen))
+        facts = [facts[row] for row in chosen.values()]
+        mine = rows.take(pa.array(taken))
+        at = mine["row"].to_numpy()
+        n_output = lists.lengths("versions", at)
+        version_min = lists.reduce(np.minimum, "versions", at, np.int32)
+        version_max = lists.reduce(np.maximum, "versions", at, np.int32)
+        parents = [fact.parent_id for fact in facts]
+        edges = [fact.edge for fact in facts]
+        sizes = (n_output.tolist(), version_min.to_pylist(), version_max.to_pylist())
+        nodes = dict(zip(chosen, map(_Node, parents, edges, *sizes), strict=True))
 
         # Nodes that hang on what is only now here (or is now different) are placed again.
         moved = self._descendants([name for name in chosen if name in self._waiting] + replaced)
@@ -490,20 +505,16 @@ class _Projection:
 
         extended = {node.parent for node in nodes.values() if node.edge == "extends"}
         retried = {node.parent for node in nodes.values() if node.edge == "retries"}
-        taken = list(chosen.values())
-        mine = rows.take(pa.array(taken, pa.int64()))
-        facts = [facts[row] for row in taken]
-        place = [places[name] for name in chosen]
         new = _with(
             mine,
-            parent_id=pa.array([f.parent_id for f in facts], pa.string()),
-            edge=pa.array([f.edge for f in facts], pa.string()),
+            parent_id=pa.array(parents, pa.string()),
+            edge=pa.array(edges, pa.string()),
             cause=pa.array([f.cause for f in facts], pa.string()),
-            version_min=pa.array([version_min[row] for row in taken], pa.int32()),
-            version_max=pa.array([version_max[row] for row in taken], pa.int32()),
+            version_min=version_min,
+            version_max=version_max,
             n_prompt=pa.array([f.prompt_length for f in facts], pa.int32()),
             n_shared=pa.array([f.shared for f in facts], pa.int32()),
-            n_output=pa.array([n_output[row] for row in taken], pa.int32()),
+            n_output=pa.array(n_output, pa.int32()),
             finish_reason=pa.array([f.finish_reason for f in facts], pa.string()),
             model=[f.model for f in facts],
             role=pa.array([f.role for f in facts], pa.string()),
@@ -512,16 +523,13 @@ class _Projection:
             capture=[f.capture for f in facts],
             delivered=pa.array([f.delivered for f in facts], pa.int32()),
             logprobs_mode=[f.logprobs_mode for f in facts],
-            sampling=[_text(f.sampling) for f in facts],
-            mean_logprob=pa.array([mean_logprob[row] for row in taken], pa.float64()),
+            sampling=pa.array([bytes(f.sampling) for f in facts], pa.binary()).cast(pa.string()),
+            mean_logprob=lists.mean("logprobs", at),
             seconds=pa.array([f.seconds for f in facts], pa.float64()),
             first_token_seconds=pa.array([f.first_token_seconds for f in facts], pa.float64()),
-            prefix_hash=pa.array([f.prefix_hash for f in facts], pa.string()),
-            reply_hash=pa.array([f.reply_hash for f in facts], pa.string()),
-            request_sha256=pa.array([f.request_sha256 for f in facts], pa.string()),
             is_leaf=pa.array([name not in extended for name in chosen], pa.bool_()),
             is_retried=pa.array([name in retried for name in chosen], pa.bool_()),
-            **_place_columns(place),
+            **_place_columns([places[name] for name in chosen]),
         )
         columns = ", ".join(f'"{c.name}"' for c in metadata.tables["interactions"].columns)
         with self._staged(_new=new):
@@ -581,12 +589,7 @@ class _Projection:
 
     def _taken(self, rows: pa.Table, facts: Sequence[BatchTaken], _: object) -> None:
         """Of several events of one batch the first stands."""
-        keys = [
-            (at, event_id.bytes)
-            for at, event_id in zip(
-                rows["recorded_at"].cast(pa.int64()).to_pylist(), rows["event_id"].to_pylist(), strict=True
-            )
-        ]
+        keys = _keys(rows)
         chosen: dict[str, int] = {}
         for row, fact in enumerate(facts):
             if fact.batch_id not in chosen or keys[row] < keys[chosen[fact.batch_id]]:
@@ -665,16 +668,15 @@ class _Projection:
                   values (n.batch_id, n.run_id, n.step, n.recorded_at, n.metrics, n.event_id)
             """)
 
-    def _scored(self, rows: pa.Table, facts: Sequence[TokensScored], chunk: list[pa.RecordBatch]) -> None:
-        _, mean_logprob = _list_means(rows, chunk, "logprobs")
-        _, mean_entropy = _list_means(rows, chunk, "entropies")
+    def _scored(self, rows: pa.Table, facts: Sequence[TokensScored], lists: "_Lists") -> None:
+        at = rows["row"].to_numpy()
         new = _with(
             rows,
             version=pa.array([f.version for f in facts], pa.int32()),
             scorer=[f.scorer for f in facts],
             batch_id=pa.array([f.batch_id for f in facts], pa.string()),
-            mean_logprob=pa.array(mean_logprob, pa.float64()),
-            mean_entropy=pa.array(mean_entropy, pa.float64()),
+            mean_logprob=lists.mean("logprobs", at),
+            mean_entropy=lists.mean("entropies", at),
         )
         with self._staged(_new=new):
             self._con.execute("""
@@ -747,7 +749,25 @@ def _place(nodes: dict[str, _Node], numbers: dict[str, int], above: dict[str, _P
     A node whose parent is not known (yet) stands as a root; so does the smallest id of a circle of parents.
     """
     places = dict(above)
-    for first in nodes:
+    for first, node in nodes.items():
+        if first in places:
+            continue
+        if node.parent is None:
+            places[first] = _below(first, numbers[first], node, None, places)
+            continue
+        up = places.get(node.parent)
+        if up is not None:  # as the events of one writer come, always
+            low, high = node.version_min, node.version_max
+            low_up, high_up = up.path_version_min, up.path_version_max
+            if node.edge == "extends" and low is not None and high is not None and low_up is not None:
+                places[first] = _Place(
+                    numbers[first], up.node, node.parent, "extends", up.depth + 1, up.top, up.root, up.start,
+                    up.path_n + 1, up.path_output + node.n_output, low if low < low_up else low_up,
+                    high if high_up is None or high > high_up else high_up,
+                )  # fmt: skip
+            else:
+                places[first] = _below(first, numbers[first], node, node.parent, places)
+            continue
         stack = [first]
         on_stack = {first}
         while stack:
@@ -821,8 +841,14 @@ def _place_columns(places: Sequence[_Place]) -> dict[str, pa.Array]:
 
 _many: dict[str, msgspec.json.Decoder[list[Fact]]] = {
     name: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-    for name, kind in KINDS.items()
+    for name, kind in {**KINDS, "InteractionRecorded": _Recorded}.items()
 }
+
+
+def _keys(rows: pa.Table) -> list[tuple[int, bytes]]:
+    """(recorded_at, event_id): the order of events that speak of one thing."""
+    ids = pa.chunked_array([chunk.storage for chunk in rows["event_id"].chunks], pa.binary(16))
+    return list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), ids.to_pylist(), strict=True))
 
 
 def _facts(kind: str, payloads: pa.ChunkedArray) -> list[Any]:
@@ -843,41 +869,39 @@ def _with(rows: pa.Table, **columns: Any) -> pa.Table:
     return rows
 
 
-def _flat(rows: pa.Table, chunk: list[pa.RecordBatch], name: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """A list column of chosen rows of the chunk: all values, and [n + 1] offsets into them."""
-    column = pa.chunked_array([batch.column(name) for batch in chunk]).take(rows["row"]).combine_chunks()
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return column.flatten().to_numpy(), offsets
+class _Lists:
+    """The list columns of a chunk, each put together once and never picked apart by row."""
 
+    def __init__(self, chunk: list[pa.RecordBatch]) -> None:
+        self._chunk = chunk
+        self._flat: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]] = {}
 
-def _list_stats(
-    rows: pa.Table, chunk: list[pa.RecordBatch], name: str
-) -> tuple[list[int], list[int | None], list[int | None]]:
-    """Per row: length, smallest and largest value (None where empty)."""
-    values, offsets = _flat(rows, chunk, name)
-    lengths = np.diff(offsets)
-    full = np.flatnonzero(lengths)
-    least: list[int | None] = [None] * len(lengths)
-    most: list[int | None] = [None] * len(lengths)
-    if len(full):
-        lows = np.minimum.reduceat(values, offsets[full]).tolist()
-        highs = np.maximum.reduceat(values, offsets[full]).tolist()
-        for row, low, high in zip(full.tolist(), lows, highs, strict=True):
-            least[row] = low
-            most[row] = high
-    return lengths.tolist(), least, most
+    def flat(self, name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """All values of a column, and [n + 1] offsets into them."""
+        if name not in self._flat:
+            column = pa.chunked_array([batch.column(name) for batch in self._chunk]).combine_chunks()
+            lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+            offsets = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths, out=offsets[1:])
+            self._flat[name] = (column.flatten().to_numpy(), offsets)
+        return self._flat[name]
 
+    def lengths(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.diff(self.flat(name)[1])[rows]
 
-def _list_means(rows: pa.Table, chunk: list[pa.RecordBatch], name: str) -> tuple[list[int], list[float | None]]:
-    """Per row: length and mean (None where empty)."""
-    values, offsets = _flat(rows, chunk, name)
-    lengths = np.diff(offsets)
-    full = np.flatnonzero(lengths)
-    means: list[float | None] = [None] * len(lengths)
-    if len(full):
-        sums = np.add.reduceat(values.astype(np.float64, copy=False), offsets[full])
-        for row, mean in zip(full.tolist(), (sums / lengths[full]).tolist(), strict=True):
-            means[row] = mean
-    return lengths.tolist(), means
+    def reduce(self, how: np.ufunc, name: str, rows: npt.NDArray[np.int64], dtype: Any) -> pa.Array:
+        """The ufunc over each row's values; null where it has none."""
+        values, offsets = self.flat(name)
+        lengths = np.diff(offsets)
+        full = np.flatnonzero(lengths)
+        reduced = np.zeros(len(lengths), dtype)
+        if len(full) and how is not np.add and values.min() == values.max():  # one version: nothing to look for
+            reduced[full] = values[0]
+        elif len(full):
+            reduced[full] = how.reduceat(values, offsets[full], dtype=dtype)
+        return pa.array(reduced[rows], mask=lengths[rows] == 0)
+
+    def mean(self, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
+        """The mean of each row's values; null where it has none."""
+        sums = self.reduce(np.add, name, rows, np.float64)
+        return pc.divide(sums, pa.array(np.maximum(self.lengths(name, rows), 1), pa.float64()))

@@ -1,0 +1,224 @@
+"""How fast the book answers: replay, credit, selection, re-reward.
+
+    python benchmarks/queries.py            a million rows each; about two minutes and 4 GiB
+    python benchmarks/queries.py --rows 100000
+
+Each figure is the best of a few runs (wall and CPU seconds), beside what it should reach and a calibration in the same
+run: the time DuckDB takes to sum a column of as many numbers grouped by a text key.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+
+from rollbook.store.book import Book
+from rollbook.store.credit import Turn, credit_episode
+from rollbook.store.events import (
+    EpisodeClosed,
+    EpisodeOpened,
+    Event,
+    InteractionRecorded,
+    RewardGiven,
+    to_batch,
+)
+from rollbook.store.memory import MemoryLog
+from rollbook.store.selection import Credit, Selection
+
+
+def timed(run: Callable[[], Any], times: int = 3) -> tuple[float, float]:
+    """Best wall and CPU seconds."""
+    best = (float("inf"), float("inf"))
+    for _ in range(times):
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        best = min(best, (time.perf_counter() - wall, time.process_time() - cpu))
+    return best
+
+
+def row(name: str, wall: float, cpu: float, target: str, got: str = "") -> None:
+    print(f"{name:<58} {wall * 1e3:>10.1f} {cpu * 1e3:>10.1f}   {got:<16} {target}", flush=True)
+
+
+# ---------------------------------------------------------------- replay
+
+
+def history(n_episodes: int, n_turns: int) -> Iterator[list[Event]]:
+    """Episodes of `n_turns` chained calls with 11 KB payloads: opened, calls, reward, closed."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 32_000, 1000, dtype=np.int32)
+    logprobs = rng.normal(-1, 0.5, 300).astype(np.float32)
+    versions = np.zeros(300, np.int32)
+    said = b'{"request":[{"role":"user","content":"' + b"x" * 5000 + b'"}],"reply":{"role":"assistant"}}'
+    for e in range(n_episodes):
+        episode = f"ep_{e:032x}"
+        events = [
+            Event(run_id="run", episode_id=episode, fact=EpisodeOpened(task_id=f"t{e // 8}", group_id=f"g{e // 8}"))
+        ]
+        for turn in range(n_turns):
+            fact = InteractionRecorded(
+                parent_id=f"chatcmpl-{e:024x}{turn - 1:04x}" if turn else None,
+                edge="extends" if turn else None,
+                shared=1300 * turn,
+                prompt_length=1300 * turn + 1000,
+                prefix_hash="0" * 32,
+                reply_hash="0" * 32,
+                sampling={"temperature": 1.0, "max_tokens": 300},
+                finish_reason="stop",
+                seconds=1.0,
+                first_token_seconds=0.1,
+            )
+            events.append(
+                Event(
+                    run_id="run", episode_id=episode, interaction_id=f"chatcmpl-{e:024x}{turn:04x}", fact=fact,
+                    messages=said, prompt_ids=ids, output_ids=ids[:300], logprobs=logprobs, versions=versions,
+                )
+            )  # fmt: skip
+        events.append(Event(run_id="run", episode_id=episode, fact=RewardGiven(value=float(e % 2))))
+        events.append(Event(run_id="run", episode_id=episode, fact=EpisodeClosed(state="done")))
+        yield events
+
+
+class Recorded(MemoryLog):
+    """A log with batches that were made before the clock started."""
+
+    def __init__(self, batches: list[pa.RecordBatch]) -> None:
+        super().__init__("w")
+        self._book["w"] = batches
+
+
+def replay(n_events: int) -> None:
+    waiting: list[Event] = []
+    batches: list[pa.RecordBatch] = []
+    done = 0
+    for events in history(n_events // 11, 8):
+        waiting += events
+        if len(waiting) >= 512:
+            batches.append(to_batch(waiting, writer="w", first_position=done))
+            done += len(waiting)
+            waiting = []
+    log = Recorded(batches)
+    wall, cpu = timed(lambda: Book(log).close(), times=2)
+    row(f"replay {done:,} events to the tables", wall, cpu, ">= 100,000 events/s", f"{done / wall:,.0f}/s")
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def fill(book: Book, sql: str) -> None:
+    with book.views.cursor() as cursor:
+        cursor.execute(sql)
+
+
+def credit(rows: int) -> None:
+    """Branching trees of 20 nodes, one rewarded node each."""
+    book = Book(MemoryLog())
+    n = rows // 20
+    rng = np.random.default_rng(0)
+    place = np.tile(np.arange(20), n)
+    up = np.arange(n * 20) - np.minimum(rng.integers(1, 4, n * 20), np.maximum(place, 1))
+    depth = np.zeros(n * 20, np.int32)
+    for k in range(1, 20):
+        at = np.arange(k, n * 20, 20)
+        depth[at] = depth[up[at]] + 1
+    table = pa.table({"node": np.arange(n * 20), "up": pa.array(up, mask=place == 0), "depth": depth})
+    with book.views.cursor() as cursor:
+        cursor.register("made", table)
+        cursor.execute("""
+            insert into interactions by name select node, up as up_node, depth,
+              'chatcmpl-' || lpad(hex(node), 32, '0') as interaction_id,
+              'ep_' || lpad(hex(node // 20), 32, '0') as episode_id,
+              true as is_trainable, false as is_leaf, false as is_retried from made
+        """)
+        cursor.execute("""
+            insert into rewards by name select uuid() as event_id, episode_id, interaction_id, 'reward' as name,
+              random() as value, 1.0 as weight, now() as given_at from interactions where node % 20 = 19
+        """)
+    assert book.credits(gamma=0.95).num_rows == n * 20
+    row(f"credit of {n * 20:,} interactions in SQL", *timed(lambda: book.credits(gamma=0.95)), "<= 700 ms")
+    turns = [Turn(str(i), str(up[i]) if i else None, 1.0 if i == 47 else None) for i in range(48)]
+    online = timed(lambda: credit_episode(turns, gamma=0.95), times=50)
+    row("credit of one episode of 48 interactions, online", *online, "<= 1 ms")
+    book.close()
+
+
+def selection(rows: int) -> None:
+    """Groups of 8 episodes of one trajectory each, versions 0 to 99, a tenth of the groups with equal rewards."""
+    book = Book(MemoryLog())
+    fill(book, f"""
+        insert into episodes by name select 'ep_' || lpad(hex(i), 32, '0') as episode_id, 'run' as run_id,
+          'task' || (i // 8) as task_id, 'group_' || lpad(hex(i // 8), 28, '0') as group_id, 1 as attempt,
+          false as is_eval, 'done' as state, i * 100 // {rows} as version_min, i * 100 // {rows} as version_max,
+          (case when (i // 8) % 10 = 0 then 1 else (i * 7919) % 2 end)::double as reward, 1 as n_interactions,
+          300 as n_output, i as main_node, 0 as n_taken, now() as opened_at, now() as closed_at from range({rows}) t(i)
+    """)  # fmt: skip
+    fill(book, f"""
+        insert into interactions by name select 'chatcmpl-' || lpad(hex(i), 32, '0') as interaction_id, i as node,
+          'ep_' || lpad(hex(i), 32, '0') as episode_id, 'run' as run_id, 0 as depth, true as is_trainable,
+          'complete' as capture, true as is_leaf, false as is_retried, 300 as n_output, 1000 as n_prompt, 1 as path_n,
+          300 as path_output, i * 100 // {rows} as version_min, i * 100 // {rows} as version_max, now() as recorded_at,
+          i * 100 // {rows} as path_version_min, i * 100 // {rows} as path_version_max from range({rows}) t(i)
+    """)  # fmt: skip
+    how = Selection(
+        run_id="run", current_version=99, max_staleness=4, group_size=8, drops_equal=True, is_untaken=True, limit=64,
+        rows="trajectories",
+    )  # fmt: skip
+    found = book.select(how)
+    assert found.num_rows == 512
+    row(f"512 of {rows:,} trajectories: stale, whole, advantages", *timed(lambda: book.select(how), 5), "<= 100 ms")
+    row("  the same with their credit", *timed(lambda: book.select(_with_credit(how)), 3), "")
+    row("  why the others were left out", *timed(lambda: book.discards(how), 2), "")
+    wall, cpu = timed(lambda: book.rereward("1 - reward", name="v2", selection=_some(rows)), times=1)
+    n = book.sql("select count(*) as n from rewards").to_pylist()[0]["n"]
+    row(f"re-reward of {n:,} episodes, appended and projected", wall, cpu, "")
+    given = [
+        Event(run_id="run", episode_id=f"ep_{i:032x}", fact=RewardGiven(value=1.0, name="v3")) for i in range(100_000)
+    ]
+    row(
+        "  of that: 100,000 events into the log",
+        *timed(lambda: book.log.append_blocking(*given), 1),
+        "<= 1 s with the query",
+    )
+    book.close()
+
+
+def _with_credit(how: Selection) -> Selection:
+    return Selection(**{f: getattr(how, f) for f in how.__struct_fields__ if f != "credit"}, credit=Credit(gamma=0.9))
+
+
+def _some(rows: int) -> Selection:
+    return Selection(run_id="run", version_min=max(0, 100 - 100 * 100_000 // rows))
+
+
+def calibrate(rows: int) -> None:
+    with duckdb.connect() as con:
+        con.execute(f"create table t as select 'ep_' || lpad(hex(i // 8), 32, '0') as k, i from range({rows}) t(i)")
+        run = "select count(*) from (select k, sum(i) from t group by k)"
+        row(f"calibration: sum of {rows:,} by text key", *timed(lambda: con.execute(run).fetchall()), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--events", type=int, default=110_000)
+    parser.add_argument("--only", choices=["replay", "credit", "selection"])
+    options = parser.parse_args()
+    print(f"duckdb {duckdb.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
+    print(f"{'':<58} {'wall ms':>10} {'CPU ms':>10}   {'':<16} target")
+    calibrate(options.rows)
+    for name, run in (
+        ("replay", lambda: replay(options.events)),
+        ("credit", lambda: credit(options.rows)),
+        ("selection", lambda: selection(options.rows)),
+    ):
+        if options.only in (None, name):
+            run()
+
+
+if __name__ == "__main__":
+    main()
