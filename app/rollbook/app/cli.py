@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ def _serve(args: argparse.Namespace) -> None:
         threads=args.threads,
         settings=args.set,
         address_file=Path(args.address_file) if args.address_file else None,
+        engine_url=args.engine_url,
+        engine_args=shlex.split(args.engine_args),
     )
 
 
@@ -48,6 +51,48 @@ def _train(args: argparse.Namespace) -> None:
     from .training import train
 
     train(args.config, args.overrides)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from rollbook.agents.data import get_custom_dataset
+    from rollbook.agents.workflow import resolve
+
+    from .evaluation import evaluate, policy_args, summary
+    from .reading import print_table
+
+    sys.path.insert(0, os.getcwd())
+    resolve(args.agent)
+    rows = list(get_custom_dataset(path=args.data))[: args.limit]
+    book_path = Path(args.book)
+    if args.model.startswith(("http://", "https://")):
+        if args.served_model is None:
+            raise Stop("a vLLM at a URL needs --served-model DIR, the folder of the model that it serves")
+        serve_args = ["--engine", "vllm", "--engine-url", args.model, "--model", args.served_model]
+    elif args.policy_of:
+        try:
+            serve_args = policy_args(Path(args.policy_of), args.model)
+        except ValueError as error:
+            raise Stop(str(error)) from error
+    else:
+        serve_args = ["--model", args.model]
+    if args.script:
+        serve_args += ["--engine", "scripted", "--script", args.script]
+    for setting in args.set:
+        serve_args += ["--set", setting]
+    evaluate(book_path, args.agent, rows, run_id=args.run, serve_args=serve_args, n_samples=args.samples)
+    with open_book(book_path) as book:
+        measures, tasks = summary(book, args.run, n_samples=args.samples, solved_at=args.solved_at)
+        failed = book.sql(
+            "select reason, count(*) as episodes from episodes where run_id = ? and is_eval and state = 'failed' "
+            "group by reason order by episodes desc limit 5",
+            [args.run],
+        )
+    print_table(measures, args.format, out)
+    if args.format == "table":
+        print_table(tasks.slice(0, 20), "table", out)
+        if failed.num_rows:
+            out.print("Failed episodes count as not solved:")
+            print_table(failed, "table", out)
 
 
 def _sql(args: argparse.Namespace) -> None:
@@ -192,6 +237,10 @@ def _parser() -> argparse.ArgumentParser:
     book_of(made)
     made.add_argument("--engine", choices=["embedded", "scripted", "vllm"], default="embedded", help="what answers")
     made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
+    made.add_argument("--engine-url", default=None, metavar="URL", help="of a vLLM that runs already")
+    made.add_argument(
+        "--engine-args", default="", metavar="ARGS", help="flags for the vLLM that is started, as one word"
+    )
     made.add_argument("--weights", default=None, help="a folder of newer weights to start with")
     made.add_argument("--weights-version", type=int, default=0, metavar="N", help="the version that those weights are")
     made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="what the scripted engine says")
@@ -213,6 +262,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("config", metavar="CONFIG", help="a YAML file")
     made.add_argument("overrides", nargs="*", metavar="A.B=C", help="values that win over the file's")
+
+    made = command("eval", _eval, "measure an agent on a dataset", "rollbook eval my_agent.MathAgent test.jsonl")
+    made.add_argument("agent", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
+    made.add_argument("data", metavar="DATA", help="a .jsonl, .json or .parquet file, or module:function")
+    made.add_argument("--model", default="smollm2-135m", help="a model folder or name, URL of a vLLM, or RUN[@VERSION]")
+    made.add_argument("--policy-of", default=None, metavar="BOOK", help="the book whose policy --model names")
+    made.add_argument("--served-model", default=None, metavar="DIR", help="the folder of what the vLLM at URL serves")
+    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")
+    made.add_argument("--book", default="runs/eval/book", help="where to record")
+    made.add_argument("--run", default="eval", help="the run that the episodes belong to")
+    made.add_argument("--samples", type=int, default=1, metavar="N", help="episodes per task; pass@k for k up to N")
+    made.add_argument("--solved-at", type=float, default=1.0, metavar="R", help="reward from which a task is solved")
+    made.add_argument("--limit", type=int, default=None, metavar="N", help="only the first N tasks")
+    made.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a proxy setting")
+    made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
 
     made = command(
         "sql",

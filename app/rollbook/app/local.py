@@ -31,7 +31,7 @@ _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
 
 
 def engine_of(backend: str) -> tuple[str, str | None]:
-    """`rollout.backend` as (engine, what follows the colon): `scripted:module:function`, AReaL's `vllm:d1t2`."""
+    """`rollout.backend` as (engine, the rest): `scripted:module:function`, `vllm:URL`, `vllm:--flags`, `vllm:d1t2`."""
     name, _, rest = backend.partition(":")
     if name not in ENGINES:
         raise LaunchFailed(f"rollout.backend is {backend!r}; expected one of {', '.join(ENGINES)}")
@@ -113,7 +113,13 @@ class LocalRollouts:
         command += ["--engine", engine, "--model", config.actor.path]
         command += ["--weights", weights, "--weights-version", str(version)]
         command += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
-        return [*command, "--script", rest] if engine == "scripted" and rest else command
+        if rest is None:
+            return command
+        if engine == "scripted":
+            return [*command, "--script", rest]
+        if rest.startswith("http"):
+            return [*command, "--engine-url", rest]
+        return [*command, "--engine-args", rest] if rest.startswith("-") else command  # AReaL's `vllm:d1t2` is neither
 
     def _runner(self, workflow: Any, kwargs: Mapping[str, Any], *, n_samples: int, is_eval: bool = False) -> Runner:
         agent = self._config.rollout.agent

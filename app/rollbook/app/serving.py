@@ -40,15 +40,29 @@ def serve_book(
     threads: int,
     settings: Sequence[str],
     address_file: Path | None,
+    engine_url: str | None = None,
+    engine_args: Sequence[str] = (),
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `address_file` gets {url, pid} once the server answers."""
+    """Serve until SIGINT or SIGTERM. `address_file` gets {url, pid} once the server answers.
+
+    engine_url: of a vLLM that runs already; without it vLLM is started with `engine_args` and supervised.
+    """
     config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
     model_path = str(prepare_model(model))
     tokenizer = Tokenizer.load(model_path)
     with open_writer(book_path, "proxy") as book:
         service = Service(
             log=book.log,
-            engine=_engine(engine, weights or model_path, version, script, threads, tokenizer),
+            engine=make_engine(
+                engine,
+                weights or model_path,
+                version=version,
+                script=script,
+                threads=threads,
+                tokenizer=tokenizer,
+                url=engine_url,
+                args=engine_args,
+            ),
             tokenizer=tokenizer,
             config=config,
             book=book,
@@ -88,7 +102,18 @@ def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
         raise ConfigError(f"--set: {error}; known: {', '.join(ServeConfig.__struct_fields__)}") from error
 
 
-def _engine(kind: str, weights: str, version: int, script: str | None, threads: int, tokenizer: Tokenizer) -> Engine:
+def make_engine(
+    kind: str,
+    weights: str,
+    *,
+    version: int,
+    tokenizer: Tokenizer,
+    script: str | None = None,
+    threads: int | None = None,
+    url: str | None = None,
+    args: Sequence[str] = (),
+) -> Engine:
+    """The engine called `kind`, not started. Raises ConfigError for what it would need and was not given."""
     if kind == "scripted":
         if script is None:
             raise ConfigError("the scripted engine needs --script MODULE:FUNCTION, which says what it answers")
@@ -97,7 +122,11 @@ def _engine(kind: str, weights: str, version: int, script: str | None, threads: 
         from rollbook.proxy.embedded import EmbeddedEngine
 
         return EmbeddedEngine(weights, version=version, threads=threads)
-    raise ConfigError(f"engine {kind!r} cannot be started here; expected embedded or scripted")
+    if kind == "vllm":
+        from rollbook.proxy.vllm import VLLMEngine
+
+        return VLLMEngine(weights, url=url, version=version, args=tuple(args))
+    raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted or vllm")
 
 
 def _say(url: str, book_path: Path, admin_key: str | None) -> None:

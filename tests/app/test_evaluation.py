@@ -1,0 +1,46 @@
+"""How well an agent does: the numbers, and the command on the scripted engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollbook.app.evaluation import interval, pass_at_k
+from rollbook.app.examples import examples_folder
+from rollbook.store import open_book
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "value"),
+    [(4, 0, 1, 0), (4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 2, 2, 5 / 6), (4, 3, 2, 1), (4, 4, 4, 1)],
+)
+def test_pass_at_k_is_the_share_of_draws_with_a_solution(n: int, c: int, k: int, value: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(value)
+
+
+def test_the_interval_is_over_tasks() -> None:
+    assert interval([0.5]) == (0.5, 0.5, 0.5)
+    mean, low, high = interval([0.0, 1.0])
+    assert mean == 0.5
+    assert high - low == pytest.approx(2 * 1.96 * 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_command_measures_and_records(tmp_path: Path) -> None:
+    row = '{"messages": [{"role": "user", "content": "What is %d * 10 + 5?"}], "answer": "%d"}\n'
+    (tmp_path / "test.jsonl").write_text("".join(row % (a, 10 * a + 5) for a in (3, 9)))
+    command = [sys.executable, "-m", "rollbook.app.cli", "eval", "openai_agents_math.MathAgent", "test.jsonl"]
+    command += ["--model", "tiny", "--script", "rollbook.app.demo:calculator", "--samples", "2", "--format", "json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(examples_folder()), *sys.path])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measures = {row["measure"]: row["value"] for row in json.loads(done.stdout)}
+    # The scripted model adds to 30 and forgets to add to 90.
+    assert measures == {"pass@1": 0.5, "pass@2": 0.5, "mean reward": 0.5}
+    with open_book(tmp_path / "runs/eval/book") as book:
+        rows = book.sql("select is_eval, state, count(*) n from episodes group by all").to_pylist()
+    assert rows == [{"is_eval": True, "state": "done", "n": 4}]
