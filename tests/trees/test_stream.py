@@ -241,6 +241,16 @@ def test_a_branch_inside_the_parents_output_is_cut_there():
     assert tokens.logprobs.tolist()[:4] == [0.0] * 4
 
 
+def test_arrays_may_be_written_and_lie_in_one_piece():
+    tokens = areal_example().nodes().load(form="trajectory")
+    for array in (tokens.input_ids, tokens.loss_mask, tokens.logprobs, tokens.versions):
+        assert array.flags.writeable  # or torch.from_numpy would warn and share what must not change
+        assert array.flags.c_contiguous
+    before = areal_example().nodes().load(form="trajectory").input_ids.tolist()
+    tokens.input_ids[:] = 0
+    assert areal_example().nodes().load(form="trajectory").input_ids.tolist() == before
+
+
 def test_packs_keep_order_and_budget():
     forest = areal_example()
     nodes = forest.nodes()
