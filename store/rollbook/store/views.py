@@ -11,6 +11,7 @@ A file has one owner, held by a lock beside it. Readers in the process take `cur
 """
 
 import fcntl
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,10 +26,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from . import migrate
 from .errors import BookBusy
-from .events import KINDS, BatchTaken, BatchTrained, Fact, InteractionRecorded, TokensScored
+from .events import KINDS, SCHEMA_VERSION, BatchTaken, BatchTrained, Fact, InteractionRecorded, TokensScored
 from .log import Cursor, Log
-from .schema import PROJECTION, create_statements, metadata
+from .schema import PROJECTION, create_statements, metadata, view_statements
+from .upcasts import upcast
 
 CHUNK_EVENTS = 65_536
 """Events per transaction of a replay: enough to make the cost per transaction vanish, little enough to hold."""
@@ -42,6 +45,7 @@ NARROW = (
 TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded", "RewardGiven"}
 """Kinds after which what `episodes` says of their episode is computed again."""
 
+_log = logging.getLogger("rollbook.store")
 _json = msgspec.json.Encoder()
 
 
@@ -141,31 +145,58 @@ def _own(path: Path) -> int:
     return owner
 
 
+_UNREADABLE = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
+
+
 def _open(path: Path) -> duckdb.DuckDBPyConnection:
+    """The database with the tables of this version: as it is, migrated, or empty where neither can be."""
     try:
-        return duckdb.connect(str(path))
-    except (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException):
-        # Written by a newer DuckDB or torn: nothing is lost, the log has it all.
-        for name in (path, path.with_name(path.name + ".wal")):
-            with suppress(FileNotFoundError):
-                name.unlink()
-        return duckdb.connect(str(path))
+        con = duckdb.connect(str(path))
+        found = _revision(con)
+        if found in (PROJECTION, None):
+            return con
+        con.close()
+        if found in migrate.revisions():
+            migrate.upgrade(path)
+            return duckdb.connect(str(path))
+        _log.warning(
+            "%s has tables of revision %s, which this version does not know; computing them again", path, found
+        )
+    except (
+        duckdb.IOException,
+        duckdb.SerializationException,
+        duckdb.InternalException,
+        duckdb.FatalException,
+    ) as error:
+        _log.warning("%s cannot be read (%s); computing it again from the log", path, str(error).split("\n")[0])
+    for name in (path, path.with_name(path.name + ".wal")):
+        with suppress(FileNotFoundError):
+            name.unlink()
+    return duckdb.connect(str(path))
+
+
+def _revision(con: duckdb.DuckDBPyConnection) -> str | None:
+    """The revision of the tables; None for an empty database, 'unknown' for tables of somebody else."""
+    tables = {name for (name,) in con.execute("select table_name from duckdb_tables()").fetchall()}
+    if not tables:
+        return None
+    if "alembic_version" not in tables:
+        return "unknown"
+    found = con.execute("select version_num from alembic_version").fetchone()
+    return "unknown" if found is None else str(found[0])
 
 
 def _prepare(con: duckdb.DuckDBPyConnection) -> None:
-    tables = {name for (name,) in con.execute("select table_name from duckdb_tables()").fetchall()}
-    if tables:
-        found = con.execute("select version_num from alembic_version").fetchall() if "alembic_version" in tables else []
-        if found == [(PROJECTION,)]:
-            return
-        for (view,) in con.execute("select view_name from duckdb_views() where not internal").fetchall():
-            con.execute(f'drop view "{view}"')
-        for table in tables:
-            con.execute(f'drop table "{table}"')
-    for statement in create_statements():
+    if _revision(con) == PROJECTION:
+        statements = view_statements()  # they hold nothing and may have changed without a migration
+    else:
+        statements = [
+            *create_statements(),
+            "create table alembic_version (version_num varchar not null)",
+            f"insert into alembic_version values ('{PROJECTION}')",
+        ]
+    for statement in statements:
         con.execute(statement)
-    con.execute("create table alembic_version (version_num varchar not null)")
-    con.execute("insert into alembic_version values (?)", [PROJECTION])
 
 
 def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
@@ -274,7 +305,7 @@ class _Projection:
                 mine = fresh.take(pa.array(rows))
                 if kind in TOUCHING:
                     self._touched.update(mine["episode_id"].unique().to_pylist())
-                project(mine, _facts(kind, mine["payload"]), lists)
+                project(mine, _facts(kind, mine), lists)
         self._refresh_episodes()
 
     def _fresh(self, table: pa.Table) -> pa.Table:
@@ -851,8 +882,12 @@ def _keys(rows: pa.Table) -> list[tuple[int, bytes]]:
     return list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), ids.to_pylist(), strict=True))
 
 
-def _facts(kind: str, payloads: pa.ChunkedArray) -> list[Any]:
-    return _many[kind].decode(b"[" + b",".join(payloads.cast(pa.binary()).to_pylist()) + b"]")
+def _facts(kind: str, rows: pa.Table) -> list[Any]:
+    payloads = rows["payload"].cast(pa.binary()).to_pylist()
+    if pc.any(pc.not_equal(rows["schema_version"], SCHEMA_VERSION)).as_py():
+        versions = rows["schema_version"].to_pylist()
+        payloads = [upcast(kind, version, payload) for version, payload in zip(versions, payloads, strict=True)]
+    return _many[kind].decode(b"[" + b",".join(payloads) + b"]")
 
 
 def _text(value: Any) -> str:
