@@ -105,7 +105,7 @@ async def test_what_is_new_is_encoded_as_in_the_middle_of_the_whole(kind):
 
 
 @given(text=st.text("hi the!?é👩‍👧\ufffd\n", max_size=30), cuts=st.lists(st.integers(1, 80), max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_a_reply_is_shown_as_it_decodes_in_one_go(name, text, cuts):
     vocabulary = VOCABULARIES[name]
@@ -125,6 +125,13 @@ def vocabularies(tmp_path_factory):
 
 
 VOCABULARIES: dict[str, Vocabulary] = {}
+
+
+def test_a_character_of_many_tokens_is_context_as_a_whole():
+    vocabulary = VOCABULARIES["metaspace"]
+    stream = vocabulary.stream()
+    text = "👧\n\n"
+    assert "".join(stream.push([i]) for i in vocabulary.tokenizer.encode(text).tolist()) + stream.finish() == text
 
 
 def test_the_kinds_differ():

@@ -487,7 +487,9 @@ class _AnyText:
             self.is_between_characters = not now.endswith("\ufffd")
             if self.is_between_characters:
                 said += now[len(before) :]
-                self._ids, self._old = self._ids[-4:], len(self._ids[-4:])
+                # What was just shown begins at a character, so it is context enough; a fixed number of ids may not be.
+                self._ids = self._ids[self._old :]
+                self._old = len(self._ids)
         return said
 
     def finish(self) -> str:
