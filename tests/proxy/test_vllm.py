@@ -1,6 +1,7 @@
 """The adapter to vLLM keeps the seam's promises, against a faithful fake; `test_vllm_real.py` asks the real one."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import anyio
 import pytest
 import torch
@@ -206,6 +208,27 @@ async def test_what_vllm_refuses_is_a_bad_request(folder: Path) -> None:
     async with engine_on(FakeVLLM(folder)) as engine:
         with pytest.raises(BadRequest, match=r"temperature must be in \[0, 2\]"):
             await collect(engine, generation([4], max_tokens=5, temperature=3.0))
+
+
+@pytest.mark.anyio
+async def test_rollbook_serve_answers_through_a_given_server(folder: Path, other: Path, tmp_path: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with serving(fake):
+        command = [sys.executable, "-m", "rollbook.app.cli", "serve", str(tmp_path / "book"), "--port", "0"]
+        command += ["--engine", "vllm", "--engine-url", fake.url, "--model", str(folder)]
+        command += ["--weights", str(other), "--weights-version", "3", "--address-file", str(tmp_path / "address")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ROLLBOOK_ADMIN_KEY": "k" * 32}
+        process = await anyio.open_process(command, env=env, stdout=None, stderr=None)
+        try:
+            await until((tmp_path / "address").exists, within_s=30)
+            url = json.loads((tmp_path / "address").read_text())["url"]
+            async with aiohttp.ClientSession(headers={"Authorization": "Bearer " + "k" * 32}) as http:
+                async with http.get(f"{url}/rl/weights") as reply:
+                    assert (await reply.json())["version"] == 3
+                assert fake.calls[0] == "reload other"
+        finally:
+            process.terminate()
+            await process.wait()
 
 
 @pytest.mark.anyio

@@ -43,6 +43,7 @@ def _serve(args: argparse.Namespace) -> None:
         settings=args.set,
         address_file=Path(args.address_file) if args.address_file else None,
         engine_url=args.engine_url,
+        engine_python=args.engine_python,
         engine_args=shlex.split(args.engine_args),
     )
 
@@ -235,11 +236,16 @@ def _parser() -> argparse.ArgumentParser:
         "rollbook serve runs/my-book --model smollm2-135m",
     )
     book_of(made)
-    made.add_argument("--engine", choices=["embedded", "scripted", "vllm"], default="embedded", help="what answers")
-    made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
-    made.add_argument("--engine-url", default=None, metavar="URL", help="of a vLLM that runs already")
     made.add_argument(
-        "--engine-args", default="", metavar="ARGS", help="flags for the vLLM that is started, as one word"
+        "--engine", choices=["embedded", "scripted", "vllm", "sglang"], default="embedded", help="what answers"
+    )
+    made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
+    made.add_argument("--engine-url", default=None, metavar="URL", help="of a vLLM or SGLang that runs already")
+    made.add_argument(
+        "--engine-python", default=None, metavar="PATH", help="the interpreter that has vLLM or SGLang, if not this one"
+    )
+    made.add_argument(
+        "--engine-args", default="", metavar="ARGS", help="flags for the server that is started, as one word"
     )
     made.add_argument("--weights", default=None, help="a folder of newer weights to start with")
     made.add_argument("--weights-version", type=int, default=0, metavar="N", help="the version that those weights are")

@@ -41,11 +41,13 @@ def serve_book(
     settings: Sequence[str],
     address_file: Path | None,
     engine_url: str | None = None,
+    engine_python: str | None = None,
     engine_args: Sequence[str] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM. `address_file` gets {url, pid} once the server answers.
 
-    engine_url: of a vLLM that runs already; without it vLLM is started with `engine_args` and supervised.
+    engine_url: of a vLLM or SGLang that runs already; without it one is started, by the interpreter `engine_python`
+        with the flags `engine_args`, and supervised.
     """
     config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
     model_path = str(prepare_model(model))
@@ -55,12 +57,14 @@ def serve_book(
             log=book.log,
             engine=make_engine(
                 engine,
-                weights or model_path,
+                model_path,
+                weights=weights,
                 version=version,
                 script=script,
                 threads=threads,
                 tokenizer=tokenizer,
                 url=engine_url,
+                python=engine_python,
                 args=engine_args,
             ),
             tokenizer=tokenizer,
@@ -104,13 +108,15 @@ def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
 
 def make_engine(
     kind: str,
-    weights: str,
+    model: str,
     *,
     version: int,
     tokenizer: Tokenizer,
+    weights: str | None = None,
     script: str | None = None,
     threads: int | None = None,
     url: str | None = None,
+    python: str | None = None,
     args: Sequence[str] = (),
 ) -> Engine:
     """The engine called `kind`, not started. Raises ConfigError for what it would need and was not given."""
@@ -121,12 +127,16 @@ def make_engine(
     if kind == "embedded":
         from rollbook.proxy.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(weights, version=version, threads=threads)
+        return EmbeddedEngine(weights or model, version=version, threads=threads)
     if kind == "vllm":
         from rollbook.proxy.vllm import VLLMEngine
 
-        return VLLMEngine(weights, url=url, version=version, args=tuple(args))
-    raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted or vllm")
+        return VLLMEngine(model, weights=weights, version=version, url=url, python=python, args=args)
+    if kind == "sglang":
+        from rollbook.proxy.sglang import SGLangEngine
+
+        return SGLangEngine(model, weights=weights, version=version, url=url, python=python, args=args)
+    raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted, vllm or sglang")
 
 
 def _say(url: str, book_path: Path, admin_key: str | None) -> None:

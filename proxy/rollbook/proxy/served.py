@@ -78,7 +78,7 @@ class ServedEngine(abc.ABC):
 
     model: the folder of the model; what new weights must fit. Without `url` it is also what the server serves.
     url: of a running server, e.g. http://127.0.0.1:8000.
-    version: of the weights that the server starts with.
+    weights, version: a folder of newer weights to start with, and which version they are; None: the model's own.
     python: the interpreter that has the server, often of an environment of its own; None: ours.
     args: flags passed to the server as they are, e.g. ("--dtype", "bfloat16").
     env: added to the server's environment.
@@ -95,6 +95,7 @@ class ServedEngine(abc.ABC):
         model: str | Path,
         *,
         url: str | None = None,
+        weights: str | Path | None = None,
         version: int = 0,
         python: str | Path | None = None,
         args: Sequence[str] = (),
@@ -113,7 +114,7 @@ class ServedEngine(abc.ABC):
         self._output = Path(output) if output is not None else None
         self._process: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._weights: Path | None = None  # None: those that the server starts with
+        self._weights = None if weights is None else Path(os.path.abspath(weights))  # None: those it starts with
         self._version = version
         self._reason: str | None = "not started"
         self._max_context = 0
@@ -170,6 +171,8 @@ class ServedEngine(abc.ABC):
         )
         try:
             self._vocab_size = json.loads((self._model / "config.json").read_bytes()).get("vocab_size")
+            if self._weights is not None:
+                await anyio.to_thread.run_sync(check_fits, self._model, self._weights)
             async with self._changing:
                 await self._bring_up()
         except OSError as error:

@@ -10,6 +10,7 @@ are reloaded (seen in 0.32: logits of new hidden states through the old head). T
 a folder of links with the head written out; a tied server that was given by URL takes no new weights.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
@@ -61,8 +62,9 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class VLLMEngine(ServedEngine):
-    """See `ServedEngine`. Weight updates need a server with VLLM_SERVER_DEV_MODE=1, as ours have; that opens routes
-    without a key, so keep it on loopback or a private network. A server on a CPU needs VLLM_TARGET_DEVICE=cpu in `env`.
+    """See `ServedEngine`. Weight updates need a server with VLLM_SERVER_DEV_MODE=1, as ours have; that opens
+    routes without a key, so keep it on loopback or a private network. A server on a CPU needs VLLM_TARGET_DEVICE=cpu in
+    `env` or in our own environment.
     """
 
     name = "vLLM"
@@ -79,7 +81,11 @@ class VLLMEngine(ServedEngine):
         self._scratch = tempfile.TemporaryDirectory(prefix="rollbook-untied-")
         self._serves = self._model
         try:
-            if self._is_ours and self._env.get("VLLM_TARGET_DEVICE") == "cpu" and is_tied(self._model):
+            if (
+                self._is_ours
+                and {**os.environ, **self._env}.get("VLLM_TARGET_DEVICE") == "cpu"
+                and is_tied(self._model)
+            ):
                 self._serves = Path(self._scratch.name) / "model"
                 await anyio.to_thread.run_sync(write_untied, self._model, self._model, self._serves)
             return await super().__aenter__()
@@ -203,13 +209,16 @@ class VLLMEngine(ServedEngine):
 
     async def load_weights(self, path: str, version: int) -> None:
         """See `ServedEngine`."""
+        self._refuse_if_stuck()
+        await super().load_weights(path, version)
+
+    def _refuse_if_stuck(self) -> None:
         if self._is_stuck:
             raise EngineFailed(
                 f"vLLM at {self._url} runs a model with tied embeddings on a CPU and would keep the old head: start it "
                 "from a folder whose config.json says tie_word_embeddings false, with lm_head.weight written out, or "
-                "let us start it with VLLM_TARGET_DEVICE=cpu in `env`"
+                "let us start it with VLLM_TARGET_DEVICE=cpu in the environment"
             )
-        await super().load_weights(path, version)
 
     async def _freeze(self) -> None:
         await self._post("/pause?mode=keep")
@@ -230,6 +239,7 @@ class VLLMEngine(ServedEngine):
                 raise EngineFailed(f"vLLM says its weights are {info.get('weight_version')}, expected {version}")
 
     async def _reload(self, weights: Path) -> None:
+        self._refuse_if_stuck()
         target = None
         if self._is_untied:
             target = Path(tempfile.mkdtemp(dir=self._scratch.name)) / "weights"
