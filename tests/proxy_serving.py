@@ -41,14 +41,19 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    script: Script, *, log: Log | None = None, config: ServeConfig | None = None, **engine: object
+    script: Script,
+    *,
+    log: Log | None = None,
+    config: ServeConfig | None = None,
+    tokenizer: Tokenizer = BYTES,
+    **engine: object,
 ) -> AsyncIterator[Served]:
     """Serve a script until left."""
     log = MemoryLog() if log is None else log
     service = Service(
         log=log,
         engine=ScriptedEngine(script, **engine),
-        tokenizer=BYTES,
+        tokenizer=tokenizer,
         config=config or ServeConfig(admin_key="admin-key-of-the-tests"),
     )
     async with serve(service) as url, ProxyClient(url, service.admin_key) as client:
