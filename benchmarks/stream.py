@@ -5,6 +5,7 @@ over Python lists, in the same run. Families P4, P5, P8 and P9 and their targets
 """
 
 import argparse
+import json
 import multiprocessing
 import shutil
 import statistics
@@ -225,6 +226,15 @@ def read_back(folder: Path) -> None:
         "<= .5 ms",
     )
     row("   the same session once more", f"{again:.3f} ms", "aim .1")
+    nodes = Nodes.read(sessions[0], payloads)
+    tokens = nodes.load([n_turns - 1], form="trajectory")
+    body = json.dumps([tokens.input_ids.tolist(), tokens.logprobs.tolist(), tokens.versions.tolist()])
+
+    def by_json() -> None:
+        ids, logprobs, versions = json.loads(body)
+        np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(versions, np.int32)
+
+    row("   calibration: the same session out of JSON, no transport", f"{cpu_of(by_json, 50) * 1e3:.3f} ms")
     log.close()
     with open_book(folder) as book:
         names = iter([f"e{s}t{n_turns - 1}" for s in range(n_sessions)])
