@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from learner.tiny import make_rows, random_rows, tiny_model
+from rollbook.learner.backend.attention import NAME, attend, block_mask, dense_mask
 from rollbook.learner.backend.head import Distribution
 from rollbook.learner.backend.model import TreeModel
 from rollbook.learner.rows import Rows
@@ -63,11 +64,12 @@ def test_logprobs_entropies_and_gradient_are_those_of_row_by_row(seed: int, budg
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_eager_attention_agrees_too() -> None:
+@pytest.mark.parametrize("implementation", ["eager", NAME])
+def test_other_attention_agrees_too(implementation: str) -> None:
     model = tiny_model(dtype=torch.float64)
     rows = random_rows(3)
     expected = row_by_row(model, rows)[0]
-    model.config._attn_implementation = "eager"
+    model.config._attn_implementation = implementation
     torch.testing.assert_close(by_trie(model, rows, [build(rows)], Distribution())[0], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -87,6 +89,15 @@ def test_a_history_of_many_turns_is_linear_in_its_length() -> None:
         paths.append((list(history), [2, turn % 30]))
         history = [*history, 2, turn % 30, 3]
     assert build(make_rows(paths)).n_nodes == len(history) - 2
+
+
+def test_the_cheaper_form_is_chosen() -> None:
+    shared, own = list(range(20)), [[i] * 20 for i in range(21, 25)]
+    (much,) = micro_batches(make_rows([(shared, [21 + i, 1]) for i in range(4)]), max_tokens=1000)
+    assert much.n_nodes == 24
+    (little,) = micro_batches(make_rows([([1, *o], [1, 2]) for o in own]), max_tokens=1000)
+    assert little.n_nodes == 4 * 22
+    assert pack(little).is_causal
 
 
 def test_the_same_body_twice_keeps_two_entries() -> None:
@@ -127,6 +138,46 @@ def test_every_node_sees_exactly_its_path(seed: int, length: int) -> None:
         for j in range(int(rows.n_output[r])):
             entry = int(rows.output_starts[r]) + j
             assert seen[entry] == rows.path(r)[: rows.n_prompt[r] + j].tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000))
+def test_blocks_are_skipped_only_where_nothing_is_seen(seed: int) -> None:
+    rows = random_rows(seed, n_groups=8, n_samples=8, n_turns=6)
+    layout = pack(build(rows), length=512)
+    end = torch.as_tensor(layout.end_BL)
+    dense = dense_mask(end)[:, 0]
+    blocks = block_mask(end)
+    n = end.shape[1] // 128
+    tiles = dense.reshape(len(dense), n, 128, n, 128)
+    seen, full = tiles.any(4).any(2), tiles.all(4).all(2)
+
+    def listed(count: Tensor | None, index: Tensor | None) -> Tensor:
+        assert count is not None
+        assert index is not None
+        out = torch.zeros_like(seen)
+        for b in range(len(seen)):
+            for q in range(n):
+                out[b, q, index[b, 0, q, : int(count[b, 0, q])].long()] = True
+        return out
+
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    whole = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert not (partial & whole).any()
+    assert torch.equal(partial | whole, seen)
+    assert torch.equal(whole, full)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_blocked_attention_is_the_dense_one() -> None:
+    layout = pack(build(random_rows(7, n_groups=6, n_samples=8, n_turns=5)), length=256)
+    end = torch.as_tensor(layout.end_BL)
+    torch.manual_seed(0)
+    query = torch.randn(len(end), 4, end.shape[1], 8)
+    key, value = torch.randn(2, len(end), 2, end.shape[1], 8)
+    blocked, _ = attend(None, query, key, value, block_mask(end), scaling=0.3)
+    dense, _ = attend(None, query, key, value, dense_mask(end), scaling=0.3)
+    torch.testing.assert_close(blocked, dense, rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:

@@ -75,7 +75,9 @@ class ModelConfig(Settings):
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = (
         "bfloat16"  # of the computation; master weights stay float32
     )
-    attn_impl: Literal["auto", "sdpa", "flex", "eager"] = "auto"  # attention kernel; auto: flex on a GPU, sdpa on a CPU
+    attn_impl: Literal["auto", "sdpa", "eager"] = (
+        "auto"  # attention kernel; auto: FlexAttention on a GPU, SDPA on a CPU
+    )
     init_from_scratch: bool = False  # random weights from the folder's config
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     disable_dropout: bool = True  # a learner that drops out disagrees with its own engine

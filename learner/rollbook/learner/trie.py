@@ -17,6 +17,10 @@ from .rows import Ints, Rows
 
 Form = Literal["trie", "paths"]
 
+TREE_COST = 1.15
+"""What a node of a trie costs against one of a plain causal path: attention with a mask that depends on the data
+(about 15 % of a step, measured on an H200). A trie that saves less is not made."""
+
 
 @dataclass(frozen=True)
 class Trie:
@@ -87,31 +91,31 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie") -
 
 
 def micro_batches(
-    rows: Rows, row_indices: Ints | None = None, *, max_tokens: int, at_least: int = 1, form: Form = "trie"
+    rows: Rows, row_indices: Ints | None = None, *, max_tokens: int, at_least: int = 1, form: Form | None = None
 ) -> Iterator[Trie]:
     """Cut rows into tries of at most `max_tokens` nodes.
 
     A row never leaves its path: what its micro-batch lacks of a shared prefix is computed again there. A single path
     longer than the budget stands alone. Neighbours in the tree stay together, so little is computed twice.
+    form None: the cheaper one, see TREE_COST.
     """
     chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
     if not len(chosen):
         return
     order = _depth_first(rows, chosen)
-    budget = max_tokens
-    if at_least > 1:
-        budget = min(budget, -(-build(rows, chosen, form=form).n_nodes // at_least))
-    start, size, previous = 0, 0, np.empty(0, rows.ids.dtype)
-    for i, r in enumerate(order):
-        path = rows.path(r)[:-1]
-        common = _common_prefix(previous, path)
-        if form == "paths" and common < len(previous):
-            common = 0
-        if i > start and size + len(path) - common > budget:
+    lengths = np.diff(rows.starts)[order] - 1
+    shared = _shared_with_previous(rows, order)
+    continued = np.where(shared == np.append(0, lengths[:-1]), shared, 0)
+    if form is None:
+        form = "trie" if (lengths - shared).sum() * TREE_COST < (lengths - continued).sum() else "paths"
+    fresh = lengths - (shared if form == "trie" else continued)
+    budget = max_tokens if at_least == 1 else min(max_tokens, -(-int(fresh.sum()) // at_least))
+    start, size = 0, 0
+    for i in range(len(order)):
+        if i > start and size + fresh[i] > budget:
             yield build(rows, np.sort(order[start:i]), form=form)
-            start, size, common = i, 0, 0
-        size += len(path) - common
-        previous = path
+            start, size = i, 0
+        size += int(lengths[i] if i == start else fresh[i])
     yield build(rows, np.sort(order[start:]), form=form)
 
 
@@ -168,6 +172,14 @@ def _depth_first(rows: Rows, chosen: Ints) -> Ints:
     """Sorted by content, which puts rows that share a prefix beside each other and a prefix before its extensions."""
     keys = [rows.path(r)[:-1].astype(">u4").tobytes() for r in chosen]
     return chosen[np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)]
+
+
+def _shared_with_previous(rows: Rows, order: Ints) -> Ints:
+    """How many tokens each row (but for its last) has in common with the one before it."""
+    shared = np.zeros(len(order), np.int64)
+    for i in range(1, len(order)):
+        shared[i] = _common_prefix(rows.path(order[i - 1])[:-1], rows.path(order[i])[:-1])
+    return shared
 
 
 def _common_prefix(a: Ints, b: Ints) -> int:

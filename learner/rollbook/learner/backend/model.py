@@ -14,6 +14,7 @@ from transformers.utils import logging
 from rollbook.learner.config import ModelConfig
 from rollbook.learner.trie import Trie, pack
 
+from . import attention
 from .head import Distribution, logprobs_and_entropies
 
 DTYPES = {
@@ -38,10 +39,7 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
     if config.path.startswith((".", "/")) and not (Path(config.path) / "config.json").exists():
         raise ValueError(f"actor.path {config.path!r} has no config.json; give the folder of a transformers model")
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    attention = config.attn_impl
-    if attention == "auto":
-        attention = "flex" if device.type == "cuda" else "sdpa"
-    name = {"flex": "flex_attention"}.get(attention, attention)
+    name = {"auto": attention.NAME, "flex": attention.NAME}.get(config.attn_impl, config.attn_impl)
     logging.disable_progress_bar()  # ours has the terminal
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
@@ -63,6 +61,9 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     moved: nn.Module = model.to(device)
+    if config.compile:
+        for layer in moved.get_decoder().layers:  # type: ignore[operator]
+            layer.compile()
     return moved
 
 
@@ -125,18 +126,19 @@ class TreeModel(nn.Module):
                 "train with the model (and tokenizer) that sampled these tokens"
             )
         config: Any = self.model.config
-        is_flex = config._attn_implementation == "flex_attention"
-        layout = pack(trie, length=_round_up(trie.n_nodes, 128) if is_flex else None)
+        is_blocked = device.type == "cuda" and config._attn_implementation == attention.NAME
+        layout = pack(trie)
+        if is_blocked and not layout.is_causal:  # one long sequence: empty blocks cost nothing there
+            layout = pack(trie, length=_round_up(trie.n_nodes, 128 if trie.n_nodes < 8192 else 1024))
         position_BL = torch.as_tensor(layout.depth_BL, device=device)
+        end_BL = torch.as_tensor(layout.end_BL, device=device)
         mask: Any = None
-        if is_flex:
-            mask = _block_mask(torch.as_tensor(layout.end_BL, device=device))
-        elif layout.is_causal:
+        if layout.is_causal:
             position_BL = torch.arange(layout.shape[1], device=device).expand(layout.shape)
+        elif is_blocked:
+            mask = attention.block_mask(end_BL)
         else:
-            end_BL = torch.as_tensor(layout.end_BL, device=device)
-            q = torch.arange(layout.shape[1], device=device)
-            mask = ((q[None, None, :] <= q[None, :, None]) & (q[None, :, None] < end_BL[:, None, :]))[:, None]
+            mask = attention.dense_mask(end_BL)
             if config._attn_implementation == "eager":  # adds its mask to the scores
                 mask = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, -torch.inf)
         _refuse_window(config, int(trie.depth_T.max()) + 1)
@@ -162,13 +164,3 @@ def _refuse_window(config: Any, longest: int) -> None:
             f"a path of {longest} tokens is longer than the model's sliding window of {window}, which trie batches do "
             "not mask; select shorter trajectories or use a model with full attention"
         )
-
-
-def _block_mask(end_BL: Tensor) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < end_BL[b, k])
-
-    batch, length = end_BL.shape
-    return create_block_mask(sees, batch, None, length, length, device=str(end_BL.device))
