@@ -486,7 +486,7 @@ async def test_a_named_parent_needs_only_what_is_new():
 
 
 async def test_a_named_parent_under_other_instructions_is_told_anew():
-    async with Talk("one", "two", "three") as talk:
+    async with Talk("one", "two", "three", "four", "five") as talk:
         first = await talk.ask([system("s"), user("a")])
         second = await talk.ask([system("other"), user("b")], parent_id=first.interaction_id)
         fact = talk.fact(second)
@@ -498,6 +498,13 @@ async def test_a_named_parent_under_other_instructions_is_told_anew():
         assert text == talk.tokenizer.render(told, add_generation_prompt=True)
         third = await talk.ask([user("c")], parent_id=second.interaction_id, tools=[BASH])
         assert "bash" in talk.tokenizer.decode(third.prompt_ids)
+        fourth = await talk.ask([user("d")], parent_id=third.interaction_id)
+        assert "bash" not in talk.tokenizer.decode(fourth.prompt_ids)
+        assert [talk.fact(r).cause for r in (third, fourth)] == ["tools changed", "tools changed"]
+        talk.restart()
+        assert [talk.episode.nodes[r.interaction_id].tools for r in (second, third, fourth)] == [[], [BASH], []]
+        fifth = await talk.ask([user("e")], parent_id=fourth.interaction_id)
+        assert talk.fact(fifth).edge == "extends"
         talk.check_book()
 
 

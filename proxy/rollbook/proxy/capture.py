@@ -44,7 +44,8 @@ from .request import Message, Piece, Reply, Request, Tool, ToolCall
 from .tokenizer import Tokenizer
 
 _ID_PREFIX = {"chat": "chatcmpl", "responses": "resp", "messages": "msg", "completions": "cmpl"}
-_LONG = 20_000  # characters; a text above this is tokenised in a thread
+_LONG = 20_000  # characters; a text above this is rendered and tokenised in a thread
+_TOOL_CHARS = 2_000  # of a tool's description, about
 _SYSTEM = ("system", "developer")
 
 _NODE_SIZE = 1_500  # bytes of a node and its place in the tree, beside tokens and messages
@@ -383,11 +384,15 @@ class Capture:
         n_chars = _size(match.messages[match.n_matched :])
         if parent is None:
             root = partial(self.renderer.root, match.messages, request.tools, variables)
+            n_chars += _TOOL_CHARS * len(request.tools)
             return _Prompt(match, Path(await _aside(n_chars, root)), 0, None, match.cause, None)
         whole: Callable[[], list[Message]] = partial(list, match.messages)
         if parent_id is not None and match.n_matched <= parent.n_messages:  # only what is new came
             whole, n_chars = partial(self._whole, episode, parent, match), max(n_chars, _LONG)
         path = self._path(parent)
+        ways = self.renderer.ways((), request.tools, variables, parent.ways)
+        if ways.has_reasoning or not self.renderer.check(ways).is_exact:  # then all of it may have to be written
+            n_chars += 4 * path.n
         turn = self._turn(episode, parent, path)
         child = partial(self.renderer.child, turn, match, whole, request.tools, variables)
         rendered = await _aside(n_chars, child)
@@ -529,7 +534,7 @@ class Capture:
         said = Messages(
             request=[*match.messages[match.n_matched :]],  # type: ignore[list-item]
             reply=reply,
-            tools=request.tools if request.tools and (prompt.parent is None or match.kept == 0) else None,
+            tools=request.tools if match.kept == 0 else (request.tools or None) if prompt.parent is None else None,
             resent=match.resent,
             kept=match.kept,
         )
