@@ -258,3 +258,19 @@ async def test_a_server_that_must_stop_records_what_was_sampled():
     [event] = served.events("InteractionRecorded")
     assert event.fact.finish_reason == "abort"
     assert 0 < len(event.output_ids) < len(LONG)
+
+
+@pytest.mark.parametrize("headers", [{"x-stainless-retry-count": "1"}, {"idempotency-key": "k1"}])
+async def test_a_retry_after_a_restart_gets_the_answer_that_the_book_has(headers):
+    log = MemoryLog()
+    async with serving(lambda _: said("first"), log=log) as served:
+        key = (await served.client.start_session("t")).api_key
+        named = {k: v for k, v in headers.items() if v == "k1"}
+        first = await post(served, key, {"messages": HELLO}, headers=named)
+    async with serving(lambda _: said("second"), log=log) as served:
+        again = await post(served, key, {"messages": HELLO}, headers=headers)
+        assert again.json()["id"] == first.json()["id"]
+        assert again.json()["choices"][0]["message"]["content"] == "first"
+        assert len(served.events("InteractionRecorded")) == 1
+        fresh = await post(served, key, {"messages": HELLO})
+        assert fresh.json()["choices"][0]["message"]["content"] == "second"

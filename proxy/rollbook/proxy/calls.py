@@ -224,6 +224,7 @@ class Calls:
             call.error = EngineFailed("the call failed inside the server; its log says why")
         finally:
             call.is_done = True
+            self._sessions.touch(session)
             self._running.discard(call)
             if call.error is not None:
                 self._forget(call)

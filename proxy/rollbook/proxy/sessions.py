@@ -51,6 +51,7 @@ class Session(msgspec.Struct, kw_only=True, eq=False):
     last_main: str | None = None
     calls: int = 0  # model calls in progress
     waiting: int = 0  # and those that wait for their turn
+    ending: anyio.Lock = msgspec.field(default_factory=anyio.Lock)
 
 
 def hash_key(key: str) -> bytes:
@@ -118,7 +119,7 @@ class Sessions:
         session = self.find(key)
         if session.state != "open":
             raise SessionEnded(f"session {session.episode_id} is {session.state}; its data stays. Start a new one")
-        session.last_used = self._clock()
+        self.touch(session)
         return session
 
     async def episode_of(self, session: Session) -> Episode:
@@ -295,7 +296,7 @@ class Sessions:
                 raise BadRequest(f"event_id must be 32 hex digits, got {body.event_id!r}", param="event_id")
             event = msgspec.structs.replace(event, event_id=event_id)
         await self._log.append(event)
-        session.last_used = self._clock()
+        self.touch(session)
         return target
 
     async def _target(self, session: Session, body: SetReward) -> str | None:
@@ -334,26 +335,25 @@ class Sessions:
 
     async def end(self, session: Session, state: EpisodeState, reason: str | None = None) -> int:
         """Close an episode and return how many interactions it has. Twice is once."""
-        if session.state != "open":
-            return len(session.interactions) or len(session.pointers)
-        session.state = state  # from here on no call begins
-        if self.on_close is not None:
-            await self.on_close(session)
-        try:
-            await self._log.append(
-                Event(
-                    run_id=session.run_id,
-                    episode_id=session.episode_id,
-                    fact=EpisodeClosed(state=state, reason=reason),
-                )
-            )
-        except BaseException:
-            session.state = "open"
-            raise
-        if session.episode is not None:
-            self._put_away(session, session.episode)
-        self._leave(session)
+        async with session.ending:
+            if session.state == "open":
+                session.state = state  # from here on no call begins
+                try:
+                    if self.on_close is not None:
+                        await self.on_close(session)
+                    closed = EpisodeClosed(state=state, reason=reason)
+                    await self._log.append(Event(run_id=session.run_id, episode_id=session.episode_id, fact=closed))
+                except BaseException:
+                    session.state = "open"
+                    raise
+                if session.episode is not None:
+                    self._put_away(session, session.episode)
+                self._leave(session)
         return len(session.interactions) or len(session.pointers)
+
+    def touch(self, session: Session) -> None:
+        """It is in use now."""
+        session.last_used = self._clock()
 
     def _leave(self, session: Session) -> None:
         self._open.pop(session.episode_id, None)
