@@ -3,9 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollbook.app.models import prepare_model
 
@@ -21,6 +23,20 @@ def tiny_model(folder: Path, *, seed: int = 0, context: int = 256, scale: float 
         for name, tensor in load_file(folder / "model.safetensors").items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tiny_family(folder: Path, kind: str, *, seed: int = 0, **config: Any) -> Path:
+    """Random weights of another architecture, as transformers writes it."""
+    sizes = {"vocab_size": 263, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    common = sizes | heads | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**common, **config}), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0.0, 0.15, generator=generator)
+    model.save_pretrained(folder)
     return folder
 
 

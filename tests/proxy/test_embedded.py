@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of, until_idle
-from proxy.models import misfits, tiny_model
+from proxy.models import misfits, tiny_family, tiny_model
 from rollbook.proxy.embedded import EmbeddedEngine
 from rollbook.proxy.engine import Engine, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
@@ -327,9 +327,52 @@ async def test_ids_outside_the_vocabulary_and_empty_prompts_are_refused(engine: 
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 6}),
+        ("gemma3_text", {"sliding_window": 6, "num_hidden_layers": 6}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_other_families_give_their_own_logprobs_and_take_weights(
+    tmp_path: Path, kind: str, config: dict[str, int]
+) -> None:
+    first, second = (tiny_family(tmp_path / str(seed), kind, seed=seed, **config) for seed in (0, 1))
+    async with EmbeddedEngine(first, device="cpu", threads=1, step_tokens=8) as engine:
+        for version, path in enumerate((first, second)):
+            await engine.load_weights(str(path), version)
+            asked = [generation(PROMPT * 2, str(n), max_tokens=20, seed=n) for n in range(2)]
+            model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+            for pieces in await collect_all(engine, asked):
+                expected = dense_logprobs(model, PROMPT * 2, ids_of(pieces))
+                assert np.allclose(logprobs_of(pieces), expected, atol=1e-4)
+
+
+@pytest.mark.anyio
+async def test_a_model_that_attends_in_another_way_is_refused(tmp_path: Path) -> None:
+    folder = tiny_family(tmp_path / "m", "gpt_oss", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(EngineUnavailable, match="GptOssForCausalLM"):
+        async with EmbeddedEngine(folder, device="cpu"):
+            pass
+
+
+@pytest.mark.anyio
 async def test_a_folder_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailable, match="could not load a model from"):
         async with EmbeddedEngine(tmp_path / "nothing", device="cpu"):
+            pass
+
+
+@pytest.mark.anyio
+async def test_a_stopped_engine_says_that_it_does_not_start_again(folder: Path) -> None:
+    engine = EmbeddedEngine(folder, device="cpu")
+    async with engine:
+        pass
+    with pytest.raises(EngineUnavailable, match="make a new one"):
+        async with engine:
             pass
 
 

@@ -105,6 +105,8 @@ class EmbeddedEngine:
         self._loading = anyio.Lock()
 
     async def __aenter__(self) -> "EmbeddedEngine":
+        if self._worker.is_closing:
+            raise EngineUnavailable("this embedded engine was stopped; make a new one")
         loop = asyncio.get_running_loop()
         started: asyncio.Future[None] = loop.create_future()
         self._thread = threading.Thread(target=self._worker.run, args=(loop, started), name="rollbook-engine")
@@ -128,6 +130,7 @@ class EmbeddedEngine:
             self._worker.commands.put(self._worker.close)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(thread.join)
+            self._worker.is_closing = True  # also of one that did not get as far as to take the command
 
     async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         request = self._checked(generation)
@@ -303,7 +306,7 @@ class _Worker:
         self._numbers = itertools.count()
         self._news: list[tuple[asyncio.Queue[Answer], Answer]] = []
         self._is_paused = False
-        self._is_closing = False
+        self.is_closing = False
 
     # -- life
 
@@ -316,7 +319,7 @@ class _Worker:
             self._pool = pool
             if not _resolve(loop, started, self._load):
                 return
-            while not self._is_closing:
+            while not self.is_closing:
                 try:
                     self._take_commands()
                     if self._has_work and not self._is_paused:
@@ -350,7 +353,7 @@ class _Worker:
             loop.call_soon_threadsafe(_deliver, news)
 
     def close(self) -> None:
-        self._is_closing = True
+        self.is_closing = True
 
     def pause(self) -> None:
         self._is_paused = True

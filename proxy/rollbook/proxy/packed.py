@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.store.events import Int32s
 
+from .checkpoint import check_fits, read_shapes
 from .errors import EngineFailed, EngineUnavailable
 from .kv import KVShape, Rows
 
@@ -186,6 +187,10 @@ class PackedModel:
         )
         self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
         self._aliases = model.state_dict().keys() - self._parameters.keys()  # tied weights under their other names
+        self._path = path
+        self._config = config
+        # transformers merges some tensors as it reads them, the experts of a mixture above all.
+        self._is_merged = not read_shapes(path).keys() <= self._parameters.keys() | self._aliases
         self._compare_attention()
 
     def logits(self, parts: Sequence[Part]) -> torch.Tensor:
@@ -241,6 +246,8 @@ class PackedModel:
 
     def read_checkpoint(self, path: Path) -> dict[str, torch.Tensor]:
         """All weights of the model from a folder of safetensors, checked, in memory. Raises EngineFailed."""
+        if self._is_merged:
+            return self._read_merged(path)
         old = "the old weights stay"
         files = sorted(path.glob("*.safetensors"))
         if not files:
@@ -269,6 +276,14 @@ class PackedModel:
                 f"tensors are missing, first {missing[0]}; {old}"
             )
         return tensors
+
+    def _read_merged(self, path: Path) -> dict[str, torch.Tensor]:
+        check_fits(self._path, path)
+        with _NoProgressBars():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, config=self._config, dtype=self.shape.dtype, local_files_only=True
+            )
+        return dict(model.named_parameters())
 
     @torch.inference_mode()
     def swap(self, tensors: dict[str, torch.Tensor]) -> None:
