@@ -220,3 +220,59 @@ def test_a_head_that_many_share_is_encoded_once_and_the_same():
             text = tokenizer.render(told, [BASH], add_generation_prompt=True)
             assert renderer.root(told, [BASH]).tolist() == tokenizer.encode(text).tolist()
     assert len(renderer._heads) == 64
+
+
+@pytest.mark.anyio
+async def test_a_template_that_wants_short_ids_gets_them(tmp_path):
+    """In the manner of Mistral: ids of nine characters, written beside calls and results."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}"
+        "{%- elif m.role == 'tool' %}"
+        "{%- if m.tool_call_id | length != 9 %}{{ raise_exception('nine, please') }}{%- endif %}"
+        "{{- '[TOOL_RESULTS]' + {'id': m.tool_call_id, 'content': m.content} | tojson + '[/TOOL_RESULTS]' }}"
+        "{%- elif m.tool_calls %}{{- '[TOOL_CALLS][' }}{%- for c in m.tool_calls %}"
+        "{%- if c.id | length != 9 %}{{ raise_exception('nine, please') }}{%- endif %}"
+        "{{- (', ' if not loop.first else '') }}"
+        "{{- {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}"
+        "{%- endfor %}{{- ']<|im_end|>' }}"
+        "{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    )
+    script = ['[TOOL_CALLS][{"name": "bash", "arguments": {"a":1}}, {"name": "bash", "arguments": {}}]', "so", "well"]
+    async with Talk(*script, template=str(file)) as talk:
+        assert talk.capture.renderer.check(Ways(has_tools=True, has_calls=True)).is_exact
+        told = [user("q")]
+        for n in range(3):
+            reply = await talk.ask(told, tools=[BASH])
+            told += [said(reply), *(tool(c.id, "out") for c in reply.tool_calls or ())]
+            told += [] if reply.tool_calls else [user(f"q{n}")]
+        facts = [talk.fact(i) for i in talk.recorded]
+        assert [f.edge for f in facts] == [None, "extends", "extends"]
+        assert '"id": "' in talk.tokenizer.decode(reply.prompt_ids).split("[TOOL_RESULTS]")[1]
+        assert "call_" not in talk.tokenizer.decode(reply.prompt_ids)
+        talk.check_book()
+
+
+@pytest.mark.anyio
+async def test_results_are_told_beside_calls_of_the_ids_that_the_client_gave_them(tmp_path):
+    """A template may look a result's call up by its id."""
+    file = tmp_path / "template.jinja"
+    file.write_text(
+        "{%- set ns = namespace(ids=[]) %}{%- for m in messages %}{%- for c in m.tool_calls or [] %}"
+        "{%- set ns.ids = ns.ids + [c.id] %}{%- endfor %}{%- if m.role == 'tool' and m.tool_call_id not in ns.ids %}"
+        "{{ raise_exception('a result without a call') }}{%- endif %}{%- endfor %}" + TEMPLATES["joined results"]
+    )
+    for history in ("template", "exact"):
+        settings = CaptureSettings(history=history)
+        async with Talk(
+            "<tool_call>\n" + '{"name": "bash", "arguments": {}}' + "\n</tool_call>",
+            "so",
+            template=str(file),
+            settings=settings,
+        ) as talk:
+            first = await talk.ask([user("q")], tools=[BASH])
+            back = said(first)
+            back["tool_calls"][0]["id"] = "call_0"
+            second = await talk.ask([user("q"), back, tool("call_0", "out")], tools=[BASH])
+            assert talk.fact(second).edge == "extends"
+            talk.check_book()

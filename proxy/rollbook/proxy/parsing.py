@@ -501,6 +501,11 @@ class _AnyText:
 # ---------------------------------------------------------------- a reply
 
 
+def new_call_id() -> str:
+    """A tool call's id that no other answer has, so that what comes back says which answer it belongs to."""
+    return f"call_{new_event_id().hex()}"
+
+
 class Cut(msgspec.Struct, frozen=True):
     """What a stop string left standing: the first `n_tokens` tokens, and `text` of the next one."""
 
@@ -660,7 +665,7 @@ class Reader:
                 pieces.append(self._piece(reasoning=segment.text))
             elif isinstance(segment, CallBegun):
                 self._blank, self._after_call = "", True
-                self._calls.append((f"call_{new_event_id().hex()}", segment.name, []))
+                self._calls.append((new_call_id(), segment.name, []))
                 at = len(self._calls) - 1
                 pieces.append(self._piece(tool_index=at, tool_id=self._calls[at][0], tool_name=segment.name))
             else:

@@ -17,12 +17,23 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from xxhash import xxh3_64_hexdigest
 
 from rollbook.store.events import Edge, Int32s
 from rollbook.store.tree import Match, canonical_json, classify, text_of
 
 from .errors import BadRequest
-from .parsing import MARKS, REASONING_PARSERS, TOOL_PARSERS, Cut, HermesParser, Parser, Vocabulary, read_text
+from .parsing import (
+    MARKS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Cut,
+    HermesParser,
+    Parser,
+    Vocabulary,
+    new_call_id,
+    read_text,
+)
 from .request import Message, Tool
 from .tokenizer import Tokenizer
 
@@ -183,8 +194,8 @@ class Renderer:
         self._variables = variables or {}
         shown = tokenizer.chat_template
         if tool_parser == "auto":
-            known = (name for mark, name in MARKS.items() if mark in shown or mark in tokenizer.added)
-            tool_parser = next(known, "json")
+            places = (shown, tokenizer.added)  # the template knows better than the vocabulary
+            tool_parser = next((name for place in places for mark, name in MARKS.items() if mark in place), "json")
         if reasoning_parser == "auto":
             reasoning_parser = "think" if "<think>" in shown or "<think>" in tokenizer.added else "none"
         self._new_tool_parser = _chosen("tool_parser", tool_parser, TOOL_PARSERS)
@@ -196,6 +207,7 @@ class Renderer:
         self._end = ""  # the text that ends the model's turn, and its id
         self._end_id = -1
         self._find_end()
+        self._has_short_ids = not self._takes(new_call_id()) and self._takes("a1b2c3d4e")
 
     # ------------------------------------------------------------ prompts
 
@@ -327,11 +339,15 @@ class Renderer:
         ways = self.ways((), tools, variables, parent.ways)
         if self.history == "template" and not self.check(ways).is_exact:
             return None
-        tail = self._stand_in_tail(ways, parent.call_names, new, tools, variables)
+        names = parent.call_names
+        if match.resent is not None and "call ids" in match.rules:
+            sent = [str(call.get("id") or "") for call in match.resent.get("tool_calls") or ()]
+            names = tuple((i, name) for i, (_, name) in zip(sent, names, strict=False))
+        tail = self._stand_in_tail(ways, names, new, tools, variables)
         depth = parent.depth
         if self.history == "template" and tail is not None and depth >= 8 and depth & (depth - 1) == 0:
             told = self.plain(messages())
-            told[parent.n_messages] = self.plain([parent.reply()])[0]
+            told[parent.n_messages] = self._as_answered(parent, told)
             whole, cause = self._compare(told, parent.n_messages, tools, variables)
             if whole is None or (whole.end, whole.after) != (tail.end, tail.after):
                 self._checks[ways] = Check(False, (cause or "a long history is written otherwise than a short one",))
@@ -363,7 +379,7 @@ class Renderer:
         told, at = self.plain(messages), parent.n_messages
         cause: str | None
         if edits is None:
-            told[at] = self.plain([parent.reply()])[0]  # says the same as what came back; the spelling is ours
+            told[at] = self._as_answered(parent, told)
             tail, cause = self._compare(told, at, tools, variables)
             if tail is not None:
                 return self._continue(parent, tail)
@@ -379,6 +395,15 @@ class Renderer:
                 more = self._reply_anew(parent, rest) if n_messages == at else self.encode_after(rest)
                 return n_prompt, more, cause
         return 0, self.tokenizer.encode(now), cause
+
+    def _as_answered(self, parent: Turn, told: list[Message]) -> Message:
+        """The parent's reply, which says what came back in `told`, in our spelling; the calls' ids are the client's."""
+        reply = self._plain(parent.reply())
+        for ours, theirs in zip(
+            reply.get("tool_calls", ()), told[parent.n_messages].get("tool_calls", ()), strict=False
+        ):
+            ours["id"] = theirs["id"]
+        return reply
 
     def _reply_anew(self, parent: Turn, rest: str) -> Int32s:
         """The reply as it is written now and what follows it: with the sampled tokens where they spell its end."""
@@ -427,13 +452,18 @@ class Renderer:
         said: Message = {"role": role, "content": content if isinstance(content, str) else _text(content)}
         if role == "assistant":
             if calls := message.get("tool_calls"):
-                said["tool_calls"] = [_plain_call(call) for call in calls]
+                said["tool_calls"] = [_plain_call(call, self._call_id) for call in calls]
             if reasoning := _reasoning(message):
                 said["reasoning_content"] = reasoning
-        for name in ("name", "tool_call_id"):
-            if message.get(name):
-                said[name] = message[name]
+        if message.get("name"):
+            said["name"] = message["name"]
+        if message.get("tool_call_id"):
+            said["tool_call_id"] = self._call_id(message["tool_call_id"])
         return said
+
+    def _call_id(self, call_id: str) -> str:
+        """A call's id as the template takes it."""
+        return xxh3_64_hexdigest(call_id.encode("utf-8", "surrogatepass"))[:9] if self._has_short_ids else call_id
 
     def _write(self, told: Sequence[Message], tools: Sequence[Tool], variables: dict[str, Any] | None) -> str:
         return self.tokenizer.render(
@@ -471,7 +501,8 @@ class Renderer:
         variables: dict[str, Any] | None,
     ) -> _Tail | None:
         head = [{"role": "system", "content": "s"}] if ways.has_system else []
-        told = [*head, {"role": "user", "content": "u"}, _stand_in(call_names), *self.plain(new)]
+        names = tuple((self._call_id(i), name) for i, name in call_names)
+        told = [*head, {"role": "user", "content": "u"}, _stand_in(names), *self.plain(new)]
         return self._tail_in(self._write(told, _SOME_TOOL if tools else (), variables), has_calls=bool(call_names))
 
     def _tail_in(self, text: str, *, has_calls: bool) -> _Tail | None:
@@ -525,6 +556,16 @@ class Renderer:
 
     # ------------------------------------------------------------ trying the template
 
+    def _takes(self, call_id: str) -> bool:
+        """Whether the template takes tool calls with such an id. Mistral's want nine letters or digits."""
+        told = [{"role": "user", "content": "u"}, _stand_in(((call_id, "f"),))]
+        told += [{"role": "tool", "tool_call_id": call_id, "name": "f", "content": "r"}]
+        try:
+            self._write(told, _SOME_TOOL, None)
+        except BadRequest:
+            return False
+        return True
+
     def _find_end(self) -> None:
         told = [{"role": "user", "content": "u"}, _stand_in(()), {"role": "user", "content": "v"}]
         try:
@@ -553,7 +594,7 @@ class Renderer:
             for at, until in both if len(both) < _MANY else both[-1:]:
                 try:
                     whole, cause = self._compare(told[:until], at, tools, variables)
-                    names = tuple((c["id"], c["function"]["name"]) for c in told[at].get("tool_calls", ()))
+                    names = tuple((c["id"], c["function"]["name"]) for c in conversation[at].get("tool_calls", ()))
                     short = self._stand_in_tail(ways, names, conversation[at + 1 : until], tools, variables)
                 except BadRequest as error:
                     reasons[error.message] = None
@@ -610,7 +651,7 @@ def thoughts_in(messages: Iterable[Mapping[str, Any]]) -> int:
     return bits
 
 
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+def _plain_call(call: dict[str, Any], call_id: Callable[[str], str]) -> dict[str, Any]:
     function = call.get("function") or call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -620,7 +661,7 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
             value = arguments
         arguments = value if isinstance(value, dict) else arguments
     return {
-        "id": call.get("id") or "",
+        "id": call_id(str(call.get("id") or "")),
         "type": "function",
         "function": {"name": function.get("name") or "", "arguments": {} if arguments is None else arguments},
     }
