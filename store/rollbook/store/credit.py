@@ -237,6 +237,11 @@ TOLERANCE = 1e-6
 """Rewards of a group that differ by less than this (relative to their size, where that is above 1) are equal."""
 
 
+def is_equal_sql(low: str, high: str) -> str:
+    """SQL for whether rewards between `low` and `high` are all equal; true where there are none."""
+    return f"coalesce({high} - {low} <= {TOLERANCE} * greatest(1.0, abs({high}), abs({low})), true)"
+
+
 def group_statistics_query(rewards: str) -> str:
     """SQL that adds the statistics of its group to each row of a relation (episode_id, group_id, reward).
 
@@ -259,7 +264,7 @@ def group_statistics_query(rewards: str) -> str:
                 rank() over (partition by coalesce(x.group_id, x.episode_id) order by x.reward) - 1 +
                 (count(*) over (partition by coalesce(x.group_id, x.episode_id), x.reward) - 1) / 2.0
               ) / (g.n - 1) end as group_rank,
-              coalesce(g.high - g.low <= {TOLERANCE} * greatest(1.0, abs(g.high), abs(g.low)), true) as is_equal
+              {is_equal_sql("g.low", "g.high")} as is_equal
             from ({rewards}) x left join (
                 select coalesce(group_id, episode_id) as key, count(*) as n, avg(reward) as mean,
                   stddev_samp(reward) as std, min(reward) as low, max(reward) as high

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from .credit import Fork, Scheme, credit_query, episode_rewards_query, group_statistics_query
+from .credit import Fork, Scheme, credit_query, episode_rewards_query, group_statistics_query, is_equal_sql
 from .errors import BadSelection
 from .expressions import literal, parse
 from .schema import metadata
@@ -139,8 +139,8 @@ def _reasons(selection: Selection) -> list[tuple[str, str]]:
     return reasons
 
 
-def _judged(selection: Selection) -> str:
-    """CTEs that end in `judged`: one row per episode in scope (or only those that can be chosen), with its reason."""
+def _judged(selection: Selection, *, with_reasons: bool = False) -> str:
+    """CTEs: `scoped` (all episodes in scope, with a reason), `fit` (those that can be chosen), `drawn` (the groups)."""
     reasons = _reasons(selection)
     columns = "episode_id, run_id, group_id, task_id, version_min, version_max, n_output, closed_at, opened_at"
     simple = selection.reward is None or selection.reward == "reward"
@@ -153,46 +153,56 @@ def _judged(selection: Selection) -> str:
     case = " ".join(f"when {condition} then '{name}'" for name, condition in reasons)
     case2 = " ".join(f"when {condition} then '{name}'" for name, condition in second)
     own = f"case {case2} end" if second else "null"
+    # Without the need to name a reason the conditions are plain filters, which is much less work.
+    passes = " and ".join([_scope(selection), *(f"coalesce(not ({condition}), true)" for _, condition in reasons)])
+    live = f"live as (select * from episodes where {passes})"
+    if with_reasons:
+        live = f"""
+            scoped as (select *, case {case} end as reason_1 from episodes where {_scope(selection)}),
+            live as (select * exclude (reason_1) from scoped where reason_1 is null)
+        """
     return f"""
-        scoped as (select *, case {case} end as reason_1 from episodes where {_scope(selection)}),
-        live as (select * from scoped where reason_1 is null),
-        rewarded as (
-            select e.* exclude (reward, reason_1), {reward} as reward from live e {join}
-        ),
+        {live},
+        rewarded as (select e.* exclude (reward), {reward} as reward from live e {join}),
         own as (select {columns}, reward, {own} as reason_2 from rewarded),
-        fit as (select * exclude (reason_2) from own where reason_2 is null),
+        fit as (
+            select * exclude (reason_2), coalesce(group_id, episode_id) as key from own where reason_2 is null
+        ),
+        facts as (
+            select key, any_value(group_id) as group_id, max(coalesce(closed_at, opened_at)) as ended_at,
+              {is_equal_sql("min(reward)", "max(reward)")} as is_equal
+            from fit group by key
+        ),
         sized as ({_sized(selection)}),
-        judged as ({group_statistics_query("select * from sized where is_whole")}),
-        good as (select * from judged {"where not is_equal" if selection.drops_equal else ""}),
         drawn as ({_drawn(selection)})
     """
 
 
 def _sized(selection: Selection) -> str:
+    """The groups of `fit`, and whether each is whole. Counted over all episodes in scope, chosen or not."""
     if selection.group_size is None:
-        return "select *, true as is_whole from fit"
+        return "select *, true as is_whole from facts"
     return f"""
         select f.*, coalesce(g.n_open = 0 and g.n_ended >= {selection.group_size}, false) as is_whole
-        from fit f left join (
+        from facts f left join (
             select group_id, count(*) filter (where state = 'open') as n_open,
               count(*) filter (where state in ('done', 'failed')) as n_ended
-            from episodes where group_id in (select group_id from fit) and {_scope(selection)} group by group_id
+            from episodes where group_id in (select group_id from facts) and {_scope(selection)} group by group_id
         ) g using (group_id)
     """
 
 
 def _drawn(selection: Selection) -> str:
-    key = "coalesce(group_id, episode_id)"
-    at = "max(coalesce(closed_at, opened_at))"
     place = {
-        "oldest": f"{at}, key",
-        "newest": f"{at} desc, key",
+        "oldest": "ended_at, key",
+        "newest": "ended_at desc, key",
         "random": f"hash(key || {literal(str(selection.seed))}), key",
     }[selection.order]
     limit = "" if selection.limit is None else f"limit {selection.limit}"
+    also = " and not is_equal" if selection.drops_equal else ""
     return f"""
-        select {key} as key, row_number() over (order by {place}) as place from good
-        group by key order by {place} {limit}
+        select key, row_number() over (order by {place}) as place from sized
+        where is_whole{also} order by {place} {limit}
     """
 
 
@@ -214,8 +224,11 @@ def select_query(selection: Selection) -> str:
                        mean over its interactions
         episodes       n_output, weight: 1
     """
-    chosen = "good join drawn on drawn.key = coalesce(good.group_id, good.episode_id)"
-    base = f"with {_judged(selection)}, chosen as (select good.*, place from {chosen})"
+    chosen = group_statistics_query("select * from picked")
+    base = f"""
+        with {_judged(selection)}, picked as (select fit.*, place from fit join drawn using (key)),
+        chosen as ({chosen})
+    """
     about = f"c.episode_id, c.run_id, c.group_id, c.task_id, c.reward, {', '.join('c.' + name for name in STATISTICS)}"
     if selection.rows == "episodes":
         return f"""
@@ -268,16 +281,17 @@ def select_query(selection: Selection) -> str:
 def discards_query(selection: Selection) -> str:
     """SQL for the episodes in the scope of a selection that it leaves out: (episode_id, group_id, task_id, reason)."""
     return f"""
-        with {_judged(selection)},
+        with {_judged(selection, with_reasons=True)},
         reasons as (
             select s.episode_id, s.group_id, s.task_id, coalesce(
                 s.reason_1, o.reason_2,
                 case when not z.is_whole then 'incomplete'
-                  when j.is_equal and {selection.drops_equal} then 'zero_variance'
+                  when z.is_equal and {selection.drops_equal} then 'zero_variance'
                   when d.key is null then 'not_drawn' end
             ) as reason
-            from scoped s left join own o using (episode_id) left join sized z using (episode_id)
-            left join judged j using (episode_id) left join drawn d on d.key = coalesce(s.group_id, s.episode_id)
+            from scoped s left join own o using (episode_id)
+            left join sized z on z.key = coalesce(s.group_id, s.episode_id)
+            left join drawn d on d.key = z.key
         )
         from reasons where reason is not null order by episode_id
     """
