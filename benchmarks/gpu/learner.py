@@ -44,6 +44,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollbook.learner.algorithms import find_algorithm
 from rollbook.learner.backend.attention import NAME
+from rollbook.learner.backend.model import recompute_activations
 from rollbook.learner.backend.single import SingleBackend
 from rollbook.learner.config import ActorConfig, MicroBatchSpec, OptimizerConfig
 from rollbook.learner.learn import learn
@@ -172,7 +173,7 @@ def main() -> None:
         model = LlamaForCausalLM(shape)
     model.config.use_cache = False
     if options.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     if options.compile:
         for layer in model.model.layers:
             layer.compile()

@@ -163,7 +163,7 @@ class FrequencyConfig(Settings):
 class SaverConfig(FrequencyConfig):
     """Exports of the model for use elsewhere."""
 
-    keep: int = 3  # newest exports kept, and the best evaluated one
+    keep: int = 3  # newest exports kept; the best evaluated version is kept beside them
 
 
 class EvaluatorConfig(FrequencyConfig):

@@ -22,6 +22,7 @@ from .algorithms import Algorithm
 from .backend import Backend
 from .batches import Batch, Group
 from .config import FrequencyConfig, TrainConfig
+from .folders import keep_newest
 from .learn import Learned, learn
 from .metrics import Report
 from .rollouts import Rollouts
@@ -34,6 +35,7 @@ def train(run: "Run") -> None:
         learned = run.learn(batch)
         run.keep(batch, learned)
         run.publish(batch, learned)
+        run.save_if_due(batch.step)
         run.evaluate_if_due(batch.step)
 
 
@@ -287,6 +289,15 @@ class Run:
             )
             for r in range(len(rows))
         ]
+
+    def save_if_due(self, step: int) -> None:
+        """An export of the model for use elsewhere, by the schedule."""
+        if not self.is_due("saver", self.config.saver, step + 1):
+            return
+        saved = Path(self.config.run_path) / "saved"
+        tokenizer = Path(self.config.tokenizer_path or self.config.actor.path)
+        publish.write_policy(self.actor, saved / f"step-{self.step:08d}", tokenizer=tokenizer)
+        keep_newest(saved, "step-[0-9]*", keep=self.config.saver.keep)
 
     def evaluate_if_due(self, step: int) -> None:
         """Episodes on the validation tasks, by the schedule, into the same book; the best version is kept."""

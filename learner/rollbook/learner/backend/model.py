@@ -59,12 +59,20 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
                 if hasattr(module, "attention_dropout"):
                     module.attention_dropout = 0.0
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(model)
     moved: nn.Module = model.to(device)
     if config.compile:
         for layer in moved.get_decoder().layers:  # type: ignore[operator]
             layer.compile()
     return moved
+
+
+def recompute_activations(model: Any) -> None:
+    """Gradient checkpointing of every decoder layer. transformers renamed it in 5.2x and warns about the old name."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def model_distribution(model: nn.Module, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Distribution:

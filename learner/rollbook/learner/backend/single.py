@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollbook.learner.config import ModelConfig, OptimizerConfig
+from rollbook.learner.config import ActorConfig, ModelConfig, OptimizerConfig
 from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie
 
@@ -60,6 +60,12 @@ class SingleBackend:
         self.total_steps = total_steps
         self.steps = 0
         model = load_model(config, device=self.device, seed=seed) if model is None else model.to(self.device)
+        self.has_adapters = isinstance(config, ActorConfig) and config.lora is not None
+        if isinstance(config, ActorConfig) and config.lora is not None:
+            from .lora import add_adapters
+
+            torch.manual_seed(seed)
+            add_adapters(model, config.lora)
         distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
         self.model = self._wrap(TreeModel(model, distribution, has_values=has_values))
         self.masters: dict[str, Tensor] = {}
@@ -182,7 +188,13 @@ class SingleBackend:
 
     def export(self, folder: Path) -> None:
         # The model's own writer knows which weights are tied and what its config needs.
-        self.model.model.save_pretrained(folder)  # type: ignore[operator]
+        model: Any = self.model.model
+        if not self.has_adapters:
+            model.save_pretrained(folder)
+            return
+        from .lora import merged_weights
+
+        model.save_pretrained(folder, state_dict=merged_weights(model))
 
 
 def _on_gradient(parameter: Any, hook: Any) -> None:
