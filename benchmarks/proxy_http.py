@@ -6,6 +6,9 @@ Sessions of 8 turns; each turn sends the grown history (about 2.8 to 16 KB) and 
 directory log, synced, before the reply. The server is a process of its own; its CPU is user + system time from /proc
 over completions. The load generator speaks plain sockets, so that it is never what is measured. Before any figure
 is printed, the book is read back: every reply that came must be in it, with its tokens, each turn extending the last.
+
+Machines and their other work differ, so each figure comes beside an anchor of the same minute: the same server program
+(uvicorn, uvloop, httptools) answering "hello" to 8 KB requests. Compare ratios.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ADMIN = "benchmark-admin-key"
 TURNS = 8
@@ -80,6 +84,58 @@ def serve(book: str, tokenizer_path: str, chunk: int) -> None:
         backend_options={"use_uvloop": True},
     )
     log.close()
+
+
+def greet() -> None:
+    """The anchor: no framework, no work."""
+    import uvicorn
+
+    from rollbook.proxy.listener import bind
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+        await send({"type": "http.response.body", "body": b"hello"})
+
+    listening = bind("127.0.0.1", 0)
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", lifespan="off", log_level="critical", access_log=False
+    )
+    uvicorn.Server(config).run([listening])
+
+
+def anchor_us(connections: int) -> float:
+    """CPU of one greeting, in microseconds."""
+    server = subprocess.Popen([sys.executable, __file__, "--greet"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        host, port = server.stdout.readline().strip().removeprefix("http://").split(":")
+
+        async def greeted(seconds: float) -> int:
+            n, end = 0, time.perf_counter() + seconds
+
+            async def one() -> None:
+                nonlocal n
+                connection = Connection(host, int(port))
+                await connection.open()
+                while time.perf_counter() < end:
+                    await connection.post("/", "none", b"a" * 8000)
+                    n += 1
+                connection.writer.close()
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(connections):
+                    tasks.create_task(one())
+            return n
+
+        asyncio.run(greeted(0.3))
+        before = cpu_seconds(server.pid)
+        n = asyncio.run(greeted(1.5))
+        return 1e6 * (cpu_seconds(server.pid) - before) / n
+    finally:
+        server.kill()
+        server.wait()
 
 
 class Connection:
@@ -185,6 +241,7 @@ def check(book: str, done: list[tuple[str, str]]) -> None:
 
 def measure(tokenizer: str, connections: int, seconds: float, is_stream: bool) -> None:
     """One run, printed as one line."""
+    anchor = anchor_us(connections)
     folder = tempfile.mkdtemp(prefix="rollbook-bench-")
     chunk = 1 if is_stream else OUTPUT
     command = [sys.executable, __file__, "--serve", folder, "--tokenizer", tokenizer, "--chunk", str(chunk)]
@@ -200,9 +257,10 @@ def measure(tokenizer: str, connections: int, seconds: float, is_stream: bool) -
         server.wait(20)
         check(folder, done)
         took.sort()
-        kind = "stream" if is_stream else "whole"
+        kind, each = "stream" if is_stream else "whole", 1e6 * cpu / len(done)
         print(
-            f"{kind} c={connections}: {1e6 * cpu / len(done):6.0f} us CPU each, {len(done) / seconds:6.0f}/s, "
+            f"{kind} c={connections}: {each:6.0f} us CPU each = {each / anchor:.0f} anchors of {anchor:.0f} us, "
+            f"{len(done) / seconds:6.0f}/s, "
             f"p50 {1e3 * took[len(took) // 2]:.2f} ms, p99 {1e3 * took[-len(took) // 100 - 1]:.2f} ms, "
             f"memory +{1e4 * grown / len(done):.0f} MB per 10,000, load {os.getloadavg()[0]:.1f}, n={len(done)}",
             flush=True,
@@ -219,10 +277,13 @@ if __name__ == "__main__":
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--seconds", type=float, default=4)
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--greet", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--chunk", type=int, default=OUTPUT, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.serve:
+    if given.greet:
+        greet()
+    elif given.serve:
         serve(given.serve, given.tokenizer, given.chunk)
     else:
         for n in given.connections:
