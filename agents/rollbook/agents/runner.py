@@ -127,6 +127,8 @@ class Runner:
         self.n_running = 0
         self._on_episode = on_episode
         self._source = f"agent {self.workflow.name}"
+        # Agents begin one after the other: many build an SDK's client first, tens of milliseconds without an await.
+        self._starting = anyio.Lock()
         self._left_behind: set[asyncio.Task[Any]] = set()
         self._places = anyio.Semaphore(max_concurrent) if max_concurrent else None
 
@@ -223,23 +225,30 @@ class Runner:
 
     async def _call(self, task: Task, session: Session) -> Any:
         """What the agent returns. It runs as a task of its own, which may be left behind if it refuses to end."""
-        agent = asyncio.create_task(self._contain(task, session), name=f"agent {session.session_id}")
+        agent: asyncio.Task[Any] | None = None
         try:
+            async with self._starting:
+                agent = asyncio.create_task(self._contain(task, session), name=f"agent {session.session_id}")
+                await asyncio.sleep(0)
             await asyncio.wait({agent}, timeout=self.time_limit_s)
         finally:
-            is_late = not agent.done()
-            if is_late:
-                agent.cancel()
-                with anyio.CancelScope(shield=True):
-                    await asyncio.wait({agent}, timeout=STOP_S)
-                if not agent.done():
-                    self._left_behind.add(agent)
-                    agent.add_done_callback(self._forget)
+            is_late = agent is not None and not agent.done()
+            if agent is not None and is_late:
+                await self._stop(agent)
         if is_late:
             raise AgentStopped(f"the agent took longer than {self.time_limit_s:g} s")
         if agent.cancelled():
             raise AgentStopped("the agent cancelled itself")
         return agent.result()
+
+    async def _stop(self, agent: "asyncio.Task[Any]") -> None:
+        """Cancel an agent and give it a while; one that goes on is left behind, its session closed."""
+        agent.cancel()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait({agent}, timeout=STOP_S)
+        if not agent.done():
+            self._left_behind.add(agent)
+            agent.add_done_callback(self._forget)
 
     def _forget(self, agent: "asyncio.Task[Any]") -> None:
         self._left_behind.discard(agent)
