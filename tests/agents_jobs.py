@@ -131,3 +131,24 @@ def ask(data):
     with OpenAI() as client:
         reply = client.chat.completions.create(model="m", messages=data["messages"])
     return float(reply.choices[0].message.content == "turn 1")
+
+
+class Asking:
+    """The same agent in every mode."""
+
+    async def run(self, data, base_url, api_key, **extra):
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            reply = await client.chat.completions.create(model="m", messages=data["messages"])
+        return float(reply.choices[0].message.content == "turn 1")
+
+
+ASKING = """
+import json, os
+from openai import OpenAI
+task = json.load(open(os.environ["ROLLBOOK_TASK_FILE"]))
+with OpenAI() as client:
+    reply = client.chat.completions.create(model="m", messages=task["messages"])
+open(os.environ["ROLLBOOK_REWARD_FILE"], "w").write(str(float(reply.choices[0].message.content == "turn 1")))
+"""

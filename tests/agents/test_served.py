@@ -1,13 +1,21 @@
 """Agents against the real server: what the book says after each of them."""
 
+import sys
+
 import aiohttp
 import anyio
 import pytest
 from openai import AsyncOpenAI
 
+import agents_jobs
 from agents_scripts import counting, text_of
 from proxy_serving import said, serving
+from rollbook.agents.config import AgentConfig
 from rollbook.agents.data import tasks_of
+from rollbook.agents.errors import WorkflowError
+from rollbook.agents.modes import workflow_of
+from rollbook.agents.online import keep_open
+from rollbook.agents.rewards import AsyncRewardWrapper
 from rollbook.agents.runner import Runner
 from rollbook.agents.subprocesses import SubprocessAgent
 from rollbook.proxy.client import ProxyClient
@@ -221,3 +229,69 @@ async def test_two_hundred_episodes_at_once_lose_nothing():
         episodes = await Runner(served.client, agent, run_id="run", n_samples=200).run(TASKS[:1])
         assert {(e.state, e.n_interactions) for e in episodes} == {("done", 2)}
         assert len({e.interaction_id for e in served.events("InteractionRecorded")}) == 400
+
+
+async def test_an_application_keeps_its_key_over_many_sessions():
+    key, opened = "sk-my-chat-application", []
+    async with serving(counting) as served, AsyncOpenAI(base_url=served.base_url, api_key=key) as client:
+        async with anyio.create_task_group() as group:
+            group.start_soon(lambda: keep_open(served.client, key, run_id="run", look_s=0.01, on_open=opened.append))
+            for n in range(1, 4):
+                with anyio.fail_after(10):
+                    while len(opened) < n:  # noqa: ASYNC110
+                        await anyio.sleep(0.005)
+                reply = await client.chat.completions.create(model="m", messages=TASKS[0].row["messages"])
+                assert reply.choices[0].message.content == "turn 1"
+                await served.client.set_reward(key, n)
+                await served.client.end_session(key)
+            group.cancel_scope.cancel()
+        recorded = served.events("InteractionRecorded")
+        assert [e.episode_id for e in recorded] == opened[:3]
+        assert [e.fact.value for e in served.events("RewardGiven")] == [1.0, 2.0, 3.0]
+        assert len({e.fact.group_id for e in served.events("EpisodeOpened")}) == len(opened)
+
+
+@pytest.mark.parametrize(
+    ("judge", "says"),
+    [
+        ("crash", "RewardFailed: reward crash raised ValueError: no"),
+        ("hang", "RewardFailed: reward hang: took longer than 0.5 s"),
+        ("nan", "BadReward: the returned reward is nan"),
+        ("die", "RewardFailed: reward die: its process ended (exit code -9)"),
+    ],
+)
+async def test_a_reward_that_fails_is_missing_with_its_reason(judge, says):
+    wrapped = AsyncRewardWrapper(getattr(agents_jobs, judge), timeout_seconds=0.5, max_retries=0)
+
+    async def agent(data, base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="m", messages=data["messages"])
+        return await wrapped()
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+        assert (episode.state, episode.reward, episode.n_interactions) == ("failed", None, 1)
+        assert says in episode.reason
+        assert served.events("RewardGiven") == []
+        assert [e.fact.reason for e in served.events("EpisodeClosed")] == [episode.reason]
+
+
+async def test_the_config_says_how_agents_run():
+    async with serving(counting) as served:
+        for config, workflow in [
+            (AgentConfig(), "agents_jobs.Asking"),
+            (AgentConfig(mode="subproc", subproc_max_workers=1), "agents_jobs.Asking"),
+            (AgentConfig(mode="command", command=[sys.executable, "-c", agents_jobs.ASKING]), None),
+        ]:
+            agent = workflow_of(config, workflow)
+            try:
+                (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+            finally:
+                agent.close()
+            assert (episode.reason, episode.state, episode.reward) == (None, "done", 1.0)
+    for config, says in [
+        (AgentConfig(mode="command"), "names no program"),
+        (AgentConfig(mode="online"), "there is none to run"),
+    ]:
+        with pytest.raises(WorkflowError, match=says):
+            workflow_of(config, "agents_jobs.Asking")

@@ -57,7 +57,7 @@ class CommandAgent(Workflow):
                 code = await process.wait()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await _stop(process)
+                    await end_group(process, grace_s=STOP_S)
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise AgentFailed(f"{self._command[0]} {how}" + (f": {stderr.tail}" if stderr.tail else ""))
@@ -92,11 +92,11 @@ class _Shown:
                 del self._kept[:-_TAIL_BYTES]
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the program, if it has not ended, and what it started."""
-    if process.returncode is None:
+async def end_group(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
+    """End a program that leads its own session, if it has not ended, and what it started."""
+    if process.returncode is None and grace_s:
         _kill_group(process.pid, signal.SIGTERM)
-        with anyio.move_on_after(STOP_S):
+        with anyio.move_on_after(grace_s):
             await process.wait()
     _kill_group(process.pid, signal.SIGKILL)
     await process.wait()
