@@ -19,6 +19,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rollbook.agents.data import tasks_of
 from rollbook.agents.errors import AgentsError
 from rollbook.agents.loop import RolloutLoop, ended_episodes
+from rollbook.agents.modes import workflow_of
 from rollbook.agents.runner import Runner
 from rollbook.agents.workflow import resolve
 from rollbook.proxy.client import ProxyClient
@@ -85,8 +86,10 @@ class LocalRollouts:
         self._client = self._stack.enter_context(
             portal.wrap_async_context_manager(ProxyClient(self._server.url, self._admin_key))
         )
+        runner = self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples)
+        self._stack.callback(runner.workflow.close)
         self._loop = RolloutLoop(
-            self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples),
+            runner,
             tasks_of(tasks),
             config.rollout,
             consumer_batch_size=config.groups_per_step,
@@ -126,9 +129,8 @@ class LocalRollouts:
         assert self._client is not None
         return Runner(
             self._client,
-            workflow,
+            workflow_of(agent, workflow, kwargs),
             run_id=self._run_id,
-            workflow_kwargs=kwargs,
             n_samples=n_samples,
             time_limit_s=agent.session_timeout_seconds,
             max_attempts=agent.max_attempts,
@@ -150,7 +152,10 @@ class LocalRollouts:
         self.check()
         portal = self._running()[0]
         runner = self._runner(workflow, workflow_kwargs, n_samples=self._config.evaluator.n_samples, is_eval=True)
-        portal.call(partial(runner.run, tasks_of(tasks), epoch=epoch))
+        try:
+            portal.call(partial(runner.run, tasks_of(tasks), epoch=epoch))
+        finally:
+            runner.workflow.close()
 
     def check(self) -> None:
         error = self._failure
