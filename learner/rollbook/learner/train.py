@@ -63,6 +63,7 @@ class Run:
     step: int = 0
     recorded: Sequence[Group] | None = None  # what there is to train on, where nobody makes more
     used: set[str] = field(default_factory=set)  # groups that batches used or rejected
+    is_rolling: bool = False  # the rollouts have started: they hear of new weights
     _due: dict[str, float] = field(default_factory=dict)
 
     # ------------------------------------------------------------ where we are
@@ -108,6 +109,7 @@ class Run:
                 version=self.step,
                 weights=str(self.weights),
             )
+            self.is_rolling = True
 
     def load_checkpoint(self) -> None:
         """The newest one, if the run keeps any; and finish what a kill cut off between it and its events."""
@@ -256,7 +258,7 @@ class Run:
             **{f"discarded_{reason}": float(n) for reason, n in batch.discarded.items()},
         }
         self.announce(batch, metrics, learned)
-        if self.rollouts is not None and not batch.is_trained:
+        if self.rollouts is not None and self.is_rolling:
             self.rollouts.publish(str(self.weights), self.step)
         self.report.step(batch.step, metrics)
 
