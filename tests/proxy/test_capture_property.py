@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.talk import BASH, END, Talk, said, system, tool, user
+from rollbook.proxy.capture import CaptureSettings
 from rollbook.proxy.request import Reply, Request
 
 REPLIES = st.sampled_from(
@@ -60,8 +61,8 @@ def after(reply: Reply, n: int) -> list[dict[str, Any]]:
     return [tool(c.id, f"out {n}") for c in reply.tool_calls] or [user(f"question {n}")]
 
 
-async def play(steps: list[dict[str, Any]], template: str | None) -> None:
-    async with Talk(template=template, chunk_tokens=3) as talk:
+async def play(steps: list[dict[str, Any]], template: str | None, settings: CaptureSettings | None = None) -> None:
+    async with Talk(template=template, settings=settings, chunk_tokens=3) as talk:
         done: list[tuple[list[dict[str, Any]], Reply]] = []
 
         async def ask(
@@ -138,7 +139,11 @@ async def play(steps: list[dict[str, Any]], template: str | None) -> None:
 
 
 @pytest.mark.parametrize("template", [None, "chatml_tools"])
-@given(steps=st.lists(STEP, max_size=14))
-@settings(max_examples=60, deadline=None)
-def test_what_the_engine_got_is_what_the_book_says(template, steps):
-    anyio.run(play, steps, template)
+@given(
+    steps=st.lists(STEP, max_size=14),
+    history=st.sampled_from(["template", "exact"]),
+    memory=st.sampled_from([1, 1 << 20]),  # with next to none, episodes are read from the book at each request
+)
+@settings(max_examples=50, deadline=None)
+def test_what_the_engine_got_is_what_the_book_says(template, steps, history, memory):
+    anyio.run(play, steps, template, CaptureSettings(history=history, memory=memory))
