@@ -346,7 +346,7 @@ class _Projection:
         with self._staged(_events=table.drop_columns(["payload", "schema_version"])):
             self._con.execute(
                 "insert into events by name select event_id, writer, position, kind, run_id, episode_id, "
-                "interaction_id, recorded_at from _events order by row"
+                "interaction_id, recorded_at from _events"
             )
         return table
 
@@ -467,7 +467,7 @@ class _Projection:
                 insert into rewards by name
                 select event_id, run_id, episode_id, interaction_id, start, "end", name, value, weight, source, details,
                   recorded_at as given_at
-                from _new order by row
+                from _new
             """)
 
     def _interactions(self, rows: pa.Table, facts: Sequence[_Recorded], lists: "_Lists") -> None:
@@ -564,7 +564,7 @@ class _Projection:
         )
         columns = ", ".join(f'"{c.name}"' for c in metadata.tables["interactions"].columns)
         with self._staged(_new=new):
-            self._con.execute(f"insert into interactions by name select {columns} from _new order by row")
+            self._con.execute(f"insert into interactions by name select {columns} from _new")
         moved_names = [name for name in moved if name not in chosen]
         if moved_names:
             again = pa.table({"id": moved_names, **_place_columns([places[name] for name in moved_names])})
@@ -714,7 +714,7 @@ class _Projection:
                 insert into scored by name
                 select interaction_id, run_id, version, scorer, batch_id, mean_logprob, mean_entropy,
                   recorded_at as scored_at, writer, position, event_id
-                from _new order by row
+                from _new
             """)
 
     def _refresh_episodes(self) -> None:
@@ -932,8 +932,11 @@ class _Lists:
         reduced = np.zeros(len(lengths), dtype)
         if len(full) and how is not np.add and values.min() == values.max():  # one version: nothing to look for
             reduced[full] = values[0]
-        elif len(full):
-            reduced[full] = how.reduceat(values, offsets[full], dtype=dtype)
+            full = full[:0]
+        for at in range(0, len(full), 256):  # blocks that stay in the cache where the type is widened
+            rows_here = full[at : at + 256]
+            first, last = offsets[rows_here[0]], offsets[rows_here[-1] + 1]
+            reduced[rows_here] = how.reduceat(values[first:last].astype(dtype, copy=False), offsets[rows_here] - first)
         return pa.array(reduced[rows], mask=lengths[rows] == 0)
 
     def mean(self, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
