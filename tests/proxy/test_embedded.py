@@ -320,6 +320,25 @@ async def test_a_failed_step_reaches_everyone_and_the_engine_goes_on(folder: Pat
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("place", ["resize", "add", "slot"])
+async def test_a_lack_of_memory_anywhere_in_a_step_reaches_everyone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    async with EmbeddedEngine(folder, device="cpu", max_running=3) as engine:
+        with monkeypatch.context() as patch:
+
+            def lack(*args: object) -> None:
+                raise torch.OutOfMemoryError("no memory")
+
+            patch.setattr(f"rollbook.proxy.kv.Rows.{place}", lack)
+            asked = [collect(engine, generation(PROMPT[:n], str(n), max_tokens=50)) for n in range(1, 6)]
+            with anyio.fail_after(10):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(answer, EngineFailed) and "no memory" in str(answer) for answer in answers)
+        assert len(ids_of(await collect(engine, generation(PROMPT, max_tokens=5)))) == 5
+
+
+@pytest.mark.anyio
 async def test_ids_outside_the_vocabulary_and_empty_prompts_are_refused(engine: EmbeddedEngine) -> None:
     for prompt, said in (([5, 263], "263"), ([-1], "-1"), ([], "no tokens")):
         with pytest.raises(BadRequest, match=said):

@@ -243,7 +243,6 @@ class _Request:
     output: list[int]
     dice: Dice
     answers: "asyncio.Queue[Answer]" = field(default_factory=asyncio.Queue)
-    is_gone: bool = False
     number: int = 0
     prefill: "_Prefill | None" = None
     rows: "Rows[_Request] | None" = None
@@ -304,6 +303,7 @@ class _Worker:
         self._rows: dict[int, Rows[_Request]] = {}  # by capacity
         self._prefills: dict[bytes, _Prefill] = {}  # by all of their ids, oldest first
         self._numbers = itertools.count()
+        self._alive: dict[int, _Request] = {}  # by number: whoever still waits for an answer, wherever it is
         self._news: list[tuple[asyncio.Queue[Answer], Answer]] = []
         self._is_paused = False
         self.is_closing = False
@@ -328,13 +328,12 @@ class _Worker:
                     log.exception("the embedded engine failed in a step")
                     self._fail(f"the embedded engine failed in a step: {type(error).__name__}: {error}")
                 self._report(loop)
-            for request in [*self._running(), *self.waiting]:
+            for request in self._alive.values():
                 end = Sampled(ids=EMPTY_IDS, logprobs=EMPTY_LOGPROBS, version=self.version, finish_reason="abort")
                 self._news.append((request.answers, end))
-                self._drop(request)
+            self._forget_all()
             self._report(loop)
             del self._model, self._tree
-            self._rows.clear()
 
     def _take_commands(self) -> None:
         """All that is there; at least one when there is nothing else to do."""
@@ -373,15 +372,12 @@ class _Worker:
 
     def submit(self, request: _Request) -> None:
         request.number = next(self._numbers)
+        self._alive[request.number] = request
         self.waiting.append(request)
 
     def abort(self, request: _Request) -> None:
-        if not request.is_gone:
-            self._drop(request)
-
-    def _drop(self, request: _Request) -> None:
-        """Take a request out of wherever it is, for good."""
-        request.is_gone = True
+        if self._alive.pop(request.number, None) is None:
+            return
         if request.rows is not None or request.prefill is not None:
             self._unseat(request)
         else:
@@ -406,10 +402,16 @@ class _Worker:
         return sorted(running, key=lambda request: request.number)
 
     def _fail(self, message: str) -> None:
-        for request in [*self._running(), *self.waiting]:
+        for request in self._alive.values():
             self._news.append((request.answers, EngineFailed(f"{message}; the request is lost, send it again")))
-            self._drop(request)
-        # What the failure left in them is unknown, and a NaN would spread even from behind a mask.
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing of what was computed is kept: after a failure it is unknown, and a NaN spreads even from behind a
+        mask."""
+        self._alive.clear()
+        self.waiting.clear()
+        self._prefills.clear()
         self._rows.clear()
         self._tree.clear()
 
@@ -449,7 +451,7 @@ class _Worker:
         for prefill in finished:
             for request in prefill.requests:
                 request.prefill = None
-                if not request.is_gone and not self._seat(request, [prefill.kv]):
+                if request.number in self._alive and not self._seat(request, [prefill.kv]):
                     self.waiting.appendleft(request)
 
     def _seated_parts(self) -> "list[_Part]":
@@ -514,7 +516,7 @@ class _Worker:
         piece = Sampled(ids=ids, logprobs=logprobs, version=self.version, finish_reason=reason)
         self._news.append((request.answers, piece))
         if reason is not None:
-            request.is_gone = True
+            del self._alive[request.number]
             if request.rows is not None:
                 self._remember(request.ids()[: request.n_cached], request.rows.slot(request.slot))
                 self._unseat(request)
