@@ -42,7 +42,7 @@ def timed(run: Callable[[], Any], times: int = 3) -> tuple[float, float]:
 
 
 def row(name: str, wall: float, cpu: float, target: str, got: str = "") -> None:
-    print(f"{name:<58} {wall * 1e3:>10.1f} {cpu * 1e3:>10.1f}   {got:<16} {target}", flush=True)
+    print(f"{name:<58} {wall * 1e3:>10.2f} {cpu * 1e3:>10.2f}   {got:<16} {target}", flush=True)
 
 
 # ---------------------------------------------------------------- replay

@@ -42,7 +42,7 @@ NARROW = (
 )  # fmt: skip
 """What every kind needs of an event; the token columns are read for two kinds only."""
 
-TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded", "RewardGiven"}
+TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded"}
 """Kinds after which what `episodes` says of their episode is computed again."""
 
 _log = logging.getLogger("rollbook.store")
@@ -452,6 +452,9 @@ class _Projection:
             """)
 
     def _rewards(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+        # `episodes` has the reward of that name only.
+        episodes = rows["episode_id"].to_pylist()
+        self._touched.update(e for e, fact in zip(episodes, facts, strict=True) if fact.name == "reward")
         new = _with(
             rows,
             start=pa.array([f.start for f in facts], pa.int32()),
