@@ -32,7 +32,7 @@ def run(config: TrainConfig, rollouts: EchoRollouts, *, n_tasks: int = 10, **kwa
 
 
 def test_reward_rises(tmp_path: Path, model: str) -> None:
-    config = echo_config(tmp_path, model, total_train_epochs=40)
+    config = echo_config(tmp_path, model, total_train_epochs=34)
     metrics = run(config, EchoRollouts())
     rewards = [m["reward"] for m in metrics]
     assert np.mean(rewards[:5]) < 0.2
@@ -156,6 +156,21 @@ def test_an_empty_selection_is_a_clear_error(tmp_path: Path, model: str) -> None
 def test_no_dataset_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="train_dataset has no rows"):
         PPOTrainer(TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm": "ppo"}, r"'ppo' needs a value model; set critic\.path"),
+        ({"actor__kl_ctl": 0.1}, r"asks for a reference model; set ref\.path"),
+    ],
+)
+def test_a_model_that_is_needed_is_asked_for_by_name(
+    tmp_path: Path, model: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        run(echo_config(tmp_path, model, **settings), EchoRollouts())
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:

@@ -171,8 +171,8 @@ class Run:
         usable: list[Group] = []
         rejected: list[tuple[Group, str]] = []
         seen = set(self.used)
-        pause = 0.005
         while True:
+            began = time.monotonic()
             if self.book.catch_up() or not seen - self.used:
                 for group in batches.finished_groups(
                     self.book,
@@ -191,7 +191,6 @@ class Run:
                     rejected.append((group, reason))
                     if reason != "failed" and self.rollouts is not None:  # those were never counted as accepted
                         self.rollouts.reject(1)
-                pause = 0.005
             unjudged = [group for group, reason in rejected if reason == "no_reward"]
             if not usable and len(unjudged) >= max(wanted, 4):
                 batches.refuse_unjudged(unjudged, self.config)
@@ -200,11 +199,12 @@ class Run:
                 if is_over and not usable and unjudged:
                     batches.refuse_unjudged(unjudged, self.config)
                 return usable, rejected
+            looked_s = time.monotonic() - began
             if self.rollouts is not None:
                 self.rollouts.check()
             self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step + 1}")
-            time.sleep(pause)
-            pause = min(0.1, 2 * pause)
+            # Looking costs CPU that engine and agents on this machine could use: at most a quarter of the time.
+            time.sleep(min(0.5, max(0.01, 3 * looked_s)))
 
     @property
     def drop_all_equal(self) -> bool:

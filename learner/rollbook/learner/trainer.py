@@ -73,6 +73,8 @@ class PPOTrainer:
         # The cheap things that can be wrong come before the model is loaded.
         if self.algorithm.needs_critic and config.critic is None:
             raise ValueError(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+        if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None:
+            raise ValueError("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path in the config")
         rollouts: Rollouts | None = None
         if config.scheduler.type != "none":
             rollouts = self._rollouts or find_rollouts(config.scheduler.type)
