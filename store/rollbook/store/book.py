@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
-from msgspec.structs import replace
 
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
@@ -25,7 +24,7 @@ from .errors import BookBusy
 from .events import Event, Float32s, Int32s, Messages, RewardGiven, decode_messages
 from .log import Log
 from .relations import read_tokens, read_tool_calls
-from .selection import Selection, discards_query, select_query
+from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
 
@@ -200,7 +199,7 @@ class Book:
         returns, and in the tables. Returns how many were given. Raises BadSelection, and LogClosed for a reader.
         """
         only = None if selection is None else "select episode_id from _chosen"
-        tables = {} if selection is None else {"_chosen": self.select(replace(selection, rows="episodes"))}
+        tables = {} if selection is None else {"_chosen": self.sql(episodes_query(selection))}
         given = self.sql(
             f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
             "join episodes e using (episode_id) where isfinite(r.value) order by e.episode_id",

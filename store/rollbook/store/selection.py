@@ -278,6 +278,11 @@ def select_query(selection: Selection) -> str:
     """
 
 
+def episodes_query(selection: Selection) -> str:
+    """SQL for the episode_ids of a selection, in no order and without statistics."""
+    return f"with {_judged(selection)} select episode_id from fit join drawn using (key)"
+
+
 def discards_query(selection: Selection) -> str:
     """SQL for the episodes in the scope of a selection that it leaves out: (episode_id, group_id, task_id, reason)."""
     return f"""
