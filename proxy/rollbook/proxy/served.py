@@ -112,6 +112,7 @@ class ServedEngine(abc.ABC):
         self._env = dict(env or {})
         self._start_s = start_s
         self._output = Path(output) if output is not None else None
+        self._temporary: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._session: aiohttp.ClientSession | None = None
         self._weights = None if weights is None else Path(os.path.abspath(weights))  # None: those it starts with
@@ -187,6 +188,8 @@ class ServedEngine(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._close()
+        if self._temporary is not None:  # after a failure to start it stays: the message names it
+            self._temporary.unlink(missing_ok=True)
 
     async def _close(self) -> None:
         self._reason = "not started"
@@ -214,7 +217,7 @@ class ServedEngine(abc.ABC):
         if self._output is None:
             descriptor, name = tempfile.mkstemp(prefix=f"rollbook-{self.name.lower()}-", suffix=".log")
             os.close(descriptor)
-            self._output = Path(name)
+            self._output = self._temporary = Path(name)
         command = [sys.executable, "-P", str(_TETHER), self._python, *self._command(port), *self._args]
         env = {**os.environ, **self.own_env, **self._env}
         with self._output.open("ab") as output:
