@@ -393,8 +393,9 @@ class DirectoryLog:
             return
         try:
             batch = to_batch(list(fresh.values()), writer=chain.writer, first_position=first)
-            if batch.nbytes > _FRAME_BYTES:
-                raise BadEvent(f"one append of {batch.nbytes} bytes, the most is {_FRAME_BYTES}; append fewer at once")
+            size = batch.get_total_buffer_size()  # nbytes would take longer than to encode a small frame
+            if size > _FRAME_BYTES:
+                raise BadEvent(f"one append of {size} bytes, the most is {_FRAME_BYTES}; append fewer at once")
         except BadEvent as error:
             if len(requests) == 1:
                 requests[0].error = error
