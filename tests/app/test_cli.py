@@ -1,15 +1,28 @@
 """The command line, as a newcomer and as somebody whose input is wrong meet it."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollbook.app.cli import main
-from rollbook.store import EpisodeClosed, EpisodeOpened, Event, RewardGiven, __version__, open_book
+from rollbook.store import (
+    EpisodeClosed,
+    EpisodeOpened,
+    Event,
+    InteractionRecorded,
+    Messages,
+    PayloadPruned,
+    RewardGiven,
+    __version__,
+    open_book,
+)
+from rollbook.store.events import encode_messages
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -46,7 +59,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "train", "eval", "sql", "episodes", "show", "reward", "rewards", "replay", "verify", "demo", "run-areal"],
+    ["serve", "train", "eval", "sql", "episodes", "show", "reward", "rewards", "replay", "verify", "prune", "demo", "run-areal"],
 )
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, command, "--help")
@@ -79,6 +92,75 @@ def test_canned_questions_by_name(book_path: Path, capsys: pytest.CaptureFixture
     status, text = said(capsys, "sql", str(book_path), "group_health", "nonsense=1")
     assert status == 1
     assert "no parameter 'nonsense'" in text
+
+
+@pytest.fixture
+def spoken_book(tmp_path: Path) -> Path:
+    """Two ended episodes and an open one, a model call each."""
+    path = tmp_path / "book"
+    with open_book(path, writer="test") as book:
+        for name in ("ep_old", "ep_new", "ep_open"):
+            call = Event(
+                run_id="r",
+                episode_id=name,
+                interaction_id=f"{name}_call",
+                fact=InteractionRecorded(prompt_length=3),
+                messages=encode_messages(Messages(request=[], reply={"role": "assistant", "content": "hello"})),
+                prompt_ids=np.arange(3, dtype=np.int32),
+                output_ids=np.arange(2, dtype=np.int32),
+                logprobs=np.zeros(2, np.float32),
+                versions=np.zeros(2, np.int32),
+            )
+            book.log.append_blocking(Event(run_id="r", episode_id=name, fact=EpisodeOpened(task_id=name)), call)
+            if name != "ep_open":
+                closed = Event(run_id="r", episode_id=name, fact=EpisodeClosed(state="done"))
+                book.log.append_blocking(Event(run_id="r", episode_id=name, fact=RewardGiven(value=1.0)), closed)
+    return path
+
+
+def has_tokens(path: Path) -> set[str]:
+    """The episodes whose tokens are still there."""
+    there = set()
+    with open_book(path) as book:
+        for name in ("ep_old", "ep_new", "ep_open"):
+            try:
+                book.load([f"{name}_call"])
+                there.add(name)
+            except PayloadPruned:
+                assert book.episode(name).row["reward"] == 1.0  # the facts stay
+    return there
+
+
+def test_prune_says_what_it_would_remove_and_removes_it_when_told(
+    spoken_book: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("prune", str(spoken_book), "--where", "task_id <> 'ep_new'")
+    everything = {"ep_old", "ep_new", "ep_open"}
+    files = {p: p.read_bytes() for p in (spoken_book / "log").rglob("*.*")}
+    status, text = said(capsys, *words, "--dry-run")
+    assert (status, "1 events of 1 ended episodes" in text, "dry run" in text) == (0, True, True)
+    assert {p: p.read_bytes() for p in (spoken_book / "log").rglob("*.*")} == files
+    assert not (spoken_book / "sealed").exists()
+    for answer, expected in (("n\n", 0), ("\n", 0), ("", 1)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        status, text = said(capsys, *words)
+        assert (status, "nothing was removed" in text) == (expected, True)
+    assert has_tokens(spoken_book) == everything
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert said(capsys, *words)[0] == 0
+    assert has_tokens(spoken_book) == everything - {"ep_old"}
+    status, text = said(capsys, *words, "--yes")
+    assert (status, "nothing to prune" in text) == (0, True)
+    assert said(capsys, "prune", str(spoken_book), "--where", "true", "--yes")[0] == 0
+    assert has_tokens(spoken_book) == {"ep_open"}
+    assert said(capsys, "verify", str(spoken_book))[0] == 0
+
+
+def test_prune_wants_a_condition_that_reads(spoken_book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "prune", str(spoken_book), "--where", "nonsense = 1", "--yes")
+    assert (status, "nonsense" in text, "docs/sql.md" in text) == (1, True, True)
+    assert said(capsys, "prune", str(spoken_book), "--yes")[0] == 2
+    assert len(has_tokens(spoken_book)) == 3
 
 
 def test_show_and_episodes(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,11 @@ from rollbook.store import (
     EpisodeClosed,
     Event,
     InteractionRecorded,
+    PrunePlan,
     RewardGiven,
     RunStarted,
     TokensScored,
+    plan_prune,
     prune,
     verify,
 )
@@ -162,7 +164,11 @@ def test_what_a_log_would_refuse_is_found(tmp_path: Path) -> None:
 def test_pruning_removes_payloads_and_keeps_facts_and_positions(book: Path) -> None:
     before = events_of(book)
     size = sum(p.stat().st_size for p in book.rglob("*.parquet"))
+    plan = plan_prune(book, episode_ids=["ep1", "ep7"])
+    assert events_of(book).keys() == before.keys()
     result = prune(book, episode_ids=["ep1", "ep7"])
+    assert plan.n_events == result.n_events
+    assert plan.payload_bytes > 0
     after = events_of(book)
     assert before.keys() == after.keys()
     last = {e.interaction_id for e in before.values() if e.episode_id in ("ep1", "ep7") and e.interaction_id}
@@ -183,6 +189,7 @@ def test_pruning_removes_payloads_and_keeps_facts_and_positions(book: Path) -> N
     assert report.is_whole, str(report)
     assert report.n_pruned == 8
     assert prune(book, episode_ids=["ep1", "ep7"]).n_events == 0
+    assert plan_prune(book, episode_ids=["ep1", "ep7"]) == PrunePlan(0, 0)
     assert size > 0
     log = DirectoryLog(book, "a")
     assert log.append_blocking(before["a", 0]) == [0]  # pruned books still know what they have seen

@@ -1,12 +1,17 @@
 """The facade: a book on disk, its tokens and its messages."""
 
+import os
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rollbook.store import BookNotFound, EpisodeClosed, EpisodeOpened, Messages, RewardGiven
+from rollbook.store import BookBusy, BookNotFound, DirectoryLog, EpisodeClosed, EpisodeOpened, Messages, RewardGiven
 from rollbook.store.book import open_book
 from rollbook.store.events import encode_messages
+from rollbook.store.views import Views
 from views_books import event, interaction
 
 
@@ -29,6 +34,39 @@ def test_a_book_is_written_by_one_and_read_by_another(tmp_path: Path) -> None:
         assert (
             reader.sql(query).to_pylist() == book.sql(query).to_pylist() == [{"episode_id": "e", "n_interactions": 1}]
         )
+
+
+_OWNER = """
+import sys
+from rollbook.store.book import open_book
+with open_book(sys.argv[1]) as book:
+    print(book.views.position, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_another_process_owns_the_projection_until_it_dies(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    with open_book(path, writer="w") as book:
+        book.log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="e"), interaction("i1"))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _OWNER, str(path)]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "{'w': 2}\n"
+            with closing(DirectoryLog(path)) as log, pytest.raises(BookBusy, match="owned by another process"):
+                Views(log, path / "views.duckdb")
+            with open_book(path, writer="w") as second:  # goes on with tables of its own
+                second.log.append_blocking(event(EpisodeClosed(state="done"), episode_id="e"))
+                second.catch_up()
+                assert second.sql("select state from episodes").to_pylist() == [{"state": "done"}]
+        finally:
+            owner.kill()
+    with closing(DirectoryLog(path)) as log:
+        views = Views(log, path / "views.duckdb")
+        assert views.catch_up() == 1  # what the dead owner had projected is kept
+        views.close()
 
 
 def test_a_book_that_is_not_there_is_not_made_by_reading(tmp_path: Path) -> None:

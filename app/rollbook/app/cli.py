@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollbook.agents.errors import AgentsError
-from rollbook.store import StoreError, __version__, open_book
+from rollbook.store import StoreError, __version__, open_book, plan_prune, prune
 
 from .config import ConfigError
 from .launch import LaunchFailed
@@ -192,6 +192,38 @@ def _verify(args: argparse.Namespace) -> None:
         raise Stop(f"{args.book} has faults, listed above; keep the folder as it is and restore it from a copy")
 
 
+def _prune(args: argparse.Namespace) -> None:
+    from .reading import find_ended
+
+    episodes = find_ended(args.book, args.where)
+    would = plan_prune(args.book, episode_ids=episodes)
+    if not would.n_events:
+        out.print(f"nothing to prune: {len(episodes)} ended episodes are chosen, none of which has a payload left")
+        return
+    out.print(
+        f"messages and tokens of {would.n_events} events of {len(episodes)} ended episodes "
+        f"({would.payload_bytes / 1e6:.1f} MB before compression); ids, rewards, states and versions stay",
+        highlight=False,
+    )
+    if args.dry_run:
+        out.print("nothing was removed: this was a dry run")
+        return
+    if not args.yes:
+        try:
+            answer = input("Remove them for good? [y/N] ")
+        except EOFError:
+            raise Stop("nothing was removed: nobody is there to confirm it; give --yes if you mean it") from None
+        if answer.strip().lower() not in ("y", "yes"):
+            out.print("nothing was removed")
+            return
+    done = prune(args.book, episode_ids=episodes)
+    out.print(f"removed from {done.n_events} events; files are {done.freed_bytes / 1e6:.1f} MB smaller", highlight=False)
+    if done.n_left:
+        raise Stop(
+            f"{done.n_left} events are in logs of processes that write to the book now; prune again when they have ended"
+        )
+
+
 def _demo(args: argparse.Namespace) -> None:
     from .demo import run
 
@@ -357,6 +389,17 @@ def _parser() -> argparse.ArgumentParser:
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
     book_of(made)
+
+    made = command(
+        "prune",
+        _prune,
+        "remove messages and tokens of chosen episodes for good, keeping the facts",
+        "rollbook prune runs/my-book --where \"closed_at < '2026-01-01'\" --dry-run",
+    )
+    book_of(made)
+    made.add_argument("--where", required=True, metavar="SQL", help="a condition on the episodes table; open ones stay")
+    made.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    made.add_argument("--yes", action="store_true", help="do not ask")
 
     made = command("demo", _demo, "train a small real model on arithmetic, from a durable book", "rollbook demo")
     made.add_argument("--seed", type=int, default=1, help="another seed is another run in the same book")

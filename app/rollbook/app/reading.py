@@ -129,6 +129,17 @@ def find_episode(book: Book, name: str) -> str:
     return ids[0]
 
 
+def find_ended(book_path: str, where: str) -> list[str]:
+    """Ids of the ended episodes for which the SQL condition holds. Raises StoreError."""
+    with open_book(book_path) as book:
+        try:
+            found = book.sql(f"select episode_id from episodes where state <> 'open' and ({where}) order by episode_id")
+        except duckdb.Error as error:
+            raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the columns of `episodes`)") from error
+    ids: list[str] = found["episode_id"].to_pylist()
+    return ids
+
+
 def show_episode(
     book_path: str,
     name: str,

@@ -37,7 +37,7 @@ from .events import (
 )
 from .log import START, Cursor, Log
 from .memory import MemoryLog
-from .prune import Pruned, prune
+from .prune import Pruned, PrunePlan, plan_prune, prune
 from .verify import Report, verify
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ __all__ = [
     "Messages",
     "PayloadPruned",
     "PolicyPublished",
+    "PrunePlan",
     "Pruned",
     "QueryRefused",
     "Repair",
@@ -82,6 +83,7 @@ __all__ = [
     "__version__",
     "new_id",
     "open_book",
+    "plan_prune",
     "prune",
     "verify",
 ]

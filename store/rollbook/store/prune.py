@@ -36,6 +36,33 @@ class Pruned:
     freed_bytes: int
 
 
+@dataclass(frozen=True)
+class PrunePlan:
+    """What `prune` would remove."""
+
+    n_events: int  # whose payload would go
+    payload_bytes: int  # of it, before compression; files shrink by less
+
+
+def plan_prune(
+    path: str | os.PathLike[str], *, episode_ids: Collection[str] = (), interaction_ids: Collection[str] = ()
+) -> PrunePlan:
+    """What `prune` would remove if every writer were at rest; changes nothing, seals nothing. Raises BadSelection."""
+    book = Path(path)
+    check_book(book)
+    chains = _chains(book, _writers(book))
+    chosen = _chosen(chains, set(episode_ids), set(interaction_ids))
+    n_events = payload_bytes = 0
+    for chain in chains:
+        for batch in chain.batches(0):
+            mask = _has_payload(batch, chosen)
+            n = int(mask.sum())
+            if n:
+                n_events += n
+                payload_bytes += batch.select(PAYLOAD).filter(pa.array(mask)).nbytes
+    return PrunePlan(n_events, payload_bytes)
+
+
 def prune(
     path: str | os.PathLike[str], *, episode_ids: Collection[str] = (), interaction_ids: Collection[str] = ()
 ) -> Pruned:
@@ -45,7 +72,7 @@ def prune(
     """
     book = Path(path)
     check_book(book)
-    writers = sorted({p.name for folder in ("log", "sealed") for p in (book / folder).glob("*") if p.is_dir()})
+    writers = _writers(book)
     for writer in writers:
         try:
             log = DirectoryLog(book, writer, live_bytes=None)
@@ -53,9 +80,7 @@ def prune(
             continue  # at work: what it has not sealed is left
         log.seal()
         log.close()
-    chains = [Chain(book, writer) for writer in writers]
-    for chain in chains:
-        chain.refresh()
+    chains = _chains(book, writers)
     chosen = _chosen(chains, set(episode_ids), set(interaction_ids))
     n_events = n_left = freed = 0
     for chain in chains:
@@ -68,6 +93,17 @@ def prune(
                 for k in range(len(segment)):
                     n_left += int(_has_payload(segment.batch(k), chosen).sum())
     return Pruned(n_events, n_left, freed)
+
+
+def _writers(book: Path) -> list[str]:
+    return sorted({p.name for folder in ("log", "sealed") for p in (book / folder).glob("*") if p.is_dir()})
+
+
+def _chains(book: Path, writers: list[str]) -> list[Chain]:
+    chains = [Chain(book, writer) for writer in writers]
+    for chain in chains:
+        chain.refresh()
+    return chains
 
 
 def _chosen(chains: list[Chain], episodes: set[str], interactions: set[str]) -> pa.Array:
