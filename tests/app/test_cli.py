@@ -59,7 +59,21 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "train", "eval", "sql", "episodes", "show", "reward", "rewards", "replay", "verify", "prune", "demo", "run-areal"],
+    [
+        "serve",
+        "train",
+        "eval",
+        "sql",
+        "episodes",
+        "show",
+        "reward",
+        "rewards",
+        "replay",
+        "verify",
+        "prune",
+        "demo",
+        "run-areal",
+    ],
 )
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, command, "--help")

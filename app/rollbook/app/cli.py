@@ -217,10 +217,13 @@ def _prune(args: argparse.Namespace) -> None:
             out.print("nothing was removed")
             return
     done = prune(args.book, episode_ids=episodes)
-    out.print(f"removed from {done.n_events} events; files are {done.freed_bytes / 1e6:.1f} MB smaller", highlight=False)
+    out.print(
+        f"removed from {done.n_events} events; files are {done.freed_bytes / 1e6:.1f} MB smaller", highlight=False
+    )
     if done.n_left:
         raise Stop(
-            f"{done.n_left} events are in logs of processes that write to the book now; prune again when they have ended"
+            f"{done.n_left} events are in logs of processes that write to the book now; "
+            "prune again when they have ended"
         )
 
 
