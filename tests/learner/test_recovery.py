@@ -22,14 +22,17 @@ from rollbook.store.book import open_book
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["learner.killed"])
 
+# Two whole runs each; a machine that does other work beside is no reason to fail.
+pytestmark = pytest.mark.timeout(240)
+
 FACTS = ("loss", "reward", "grad_norm", "entropy", "lr", "n_rows")
 
 
 def run(root: Path, model: str, point: str, count: int) -> int:
     process = PROCESSES.Process(target=killed.main, args=(str(root), model, point, str(count)))
     process.start()
-    process.join(50)
-    assert process.exitcode is not None, "the run did not end within 50 s"
+    process.join(100)
+    assert process.exitcode is not None, "the run did not end within 100 s"
     return process.exitcode
 
 

@@ -76,6 +76,15 @@ def test_a_taken_batch_can_be_built_again(tmp_path: Path, model: str) -> None:
         assert all(abs(sum(a)) < 1e-9 for a in by_group.values())
 
 
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=2)
+    before = run(config, EchoRollouts())
+    again = EchoRollouts()
+    after = run(config, again)
+    assert again.n_drawn == 0
+    assert [m["loss"] for m in after] == [m["loss"] for m in before]
+
+
 def test_staleness_lets_rollouts_run_ahead(tmp_path: Path, model: str) -> None:
     config = echo_config(tmp_path, model, total_train_epochs=4, rollout__max_head_offpolicyness=2)
     metrics = run(config, EchoRollouts())

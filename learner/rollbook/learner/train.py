@@ -98,7 +98,7 @@ class Run:
             learned = self.learn(batch)
             self.keep(batch, learned)
             self.publish(batch, learned)
-        if self.rollouts is not None:
+        if self.rollouts is not None and self.step < self.total_steps:
             self.rollouts.start(
                 self.config,
                 book_path=self.config.book_path,
