@@ -78,7 +78,7 @@ def take(book: Book) -> list[BatchRow]:
 
 
 @pytest.mark.parametrize("form", ["individual", "trajectory"])
-def test_a_batch_is_the_same_bytes_after_later_rewards_sealing_restart_and_rebuild(tmp_path: Path, form: Any):
+def test_a_batch_is_the_same_bytes_after_later_rewards_sealing_restart_pruning_and_rebuild(tmp_path: Path, form: Any):
     with open_book(tmp_path, "w") as book:
         for e in range(4):
             opened = Event(run_id="r", episode_id=f"e{e}", fact=EpisodeOpened(task_id="t"))
@@ -96,6 +96,9 @@ def test_a_batch_is_the_same_bytes_after_later_rewards_sealing_restart_and_rebui
         assert as_bytes(book.batch("b", form=form)) == first
         book.log.seal()
         assert as_bytes(book.batch("b", form=form)) == first
+    with open_book(tmp_path) as reader:
+        assert as_bytes(reader.batch("b", form=form)) == first
+    assert prune(tmp_path, episode_ids=["e1"]).n_events == 5  # rewrites the segment that the batch lies in
     with open_book(tmp_path) as reader:
         assert as_bytes(reader.batch("b", form=form)) == first
     (tmp_path / "views.duckdb").unlink()
