@@ -12,7 +12,8 @@ from agents_scripts import counting, text_of
 from proxy_serving import said, serving
 from rollbook.agents.config import AgentConfig
 from rollbook.agents.data import tasks_of
-from rollbook.agents.errors import WorkflowError
+from rollbook.agents.errors import RewardFailed, WorkflowError
+from rollbook.agents.judge import model_judge
 from rollbook.agents.modes import workflow_of
 from rollbook.agents.online import keep_open
 from rollbook.agents.rewards import AsyncRewardWrapper
@@ -295,3 +296,30 @@ async def test_the_config_says_how_agents_run():
     ]:
         with pytest.raises(WorkflowError, match=says):
             workflow_of(config, "agents_jobs.Asking")
+
+
+def judging(generation):
+    """The answer, or as the judge of it a mark."""
+    text = text_of(generation)
+    if "You judge answers" not in text:
+        return said("maybe 4")
+    return said("I give it a 7" if "maybe 4" in text else "no idea")
+
+
+async def test_a_model_judges_as_a_role_of_its_own_that_is_not_trained():
+    async def agent(data, base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            reply = await client.chat.completions.create(model="m", messages=data["messages"])
+        content = reply.choices[0].message.content
+        asked = data["messages"][0]["content"]
+        with pytest.raises(RewardFailed, match="said 'no idea'"):
+            await model_judge(asked, "something else", base_url=base_url, api_key=api_key)
+        return await model_judge(asked, content, base_url=base_url, api_key=api_key)
+
+    async with serving(judging) as served:
+        (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+        assert (episode.state, episode.reason, episode.reward) == ("done", None, 0.7)
+        work, *judged = served.events("InteractionRecorded")
+        assert [(e.fact.role, e.fact.is_trainable) for e in judged] == [("judge", False)] * 2
+        (given,) = served.events("RewardGiven")
+        assert given.interaction_id == work.interaction_id
