@@ -27,10 +27,16 @@ def counting(generation: Generation) -> list[int]:
     return said(f"turn {text_of(generation).count('<|im_start|>assistant')}")
 
 
-def finishing(generation):
-    """What smolagents asks for: every turn is a tool call, the last one to final_answer."""
-    n = text_of(generation).rsplit("New task:", 1)[1].count("Observation:")
-    return said([call("multiply", a=3, b=4), call("add", a=12, b=5), call("final_answer", answer="17")][min(n, 2)])
+def finishing(generation: Generation) -> list[int]:
+    """What smolagents asks for: every turn is a tool call, the last one to final_answer.
+
+    It requires a tool call, so the prompt may end where the model is to go on: inside the call.
+    """
+    text = text_of(generation)
+    n = text.rsplit("New task:", 1)[1].count("Observation:")
+    answer = [call("multiply", a=3, b=4), call("add", a=12, b=5), call("final_answer", answer="17")][min(n, 2)]
+    begun = text.rsplit("<|im_start|>assistant\n", 1)[1]
+    return said(answer.removeprefix(begun))
 
 
 def planning(generation):

@@ -164,7 +164,7 @@ async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
         return said(f"turn {text.count('<|im_start|>assistant')}")
 
     key = "admin-key-of-the-tests"
-    log = DirectoryLog(tmp_path / "book", writer="first")
+    log = DirectoryLog(tmp_path / "book", writer="proxy")
     async with anyio.create_task_group() as group:
         episodes = []
         async with serving(hold, log=log, config=ServeConfig(admin_key=key)) as served:
@@ -179,7 +179,7 @@ async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
             await anyio.sleep(0.1)
         log.close()
         restarted.set()
-        log = DirectoryLog(tmp_path / "book", writer="second")
+        log = DirectoryLog(tmp_path / "book", writer="proxy")
         async with serving(hold, log=log, config=ServeConfig(admin_key=key, port=port)) as served:
             with anyio.fail_after(30):
                 while not episodes:  # noqa: ASYNC110
