@@ -424,6 +424,19 @@ def test_the_same_bytes_come_from_memory_from_mapped_files_and_from_sealed_ones(
         assert same(Nodes.read(table, Payloads(reader)).load(), expected)
 
 
+def test_a_session_that_is_partly_sealed_is_one_session(tmp_path: Path):
+    events = linear(1, 6)
+    memory = MemoryLog("w")
+    memory.append_blocking(*events)
+    expected = Nodes.read(table_of(memory), Payloads(memory)).load()
+    with closing(DirectoryLog(tmp_path, "w", live_bytes=None)) as log:
+        log.append_blocking(*events[:2])
+        log.seal()
+        for event in events[2:]:
+            log.append_blocking(event)
+        assert same(Nodes.read(table_of(log), Payloads(log)).load(), expected)
+
+
 @pytest.mark.parametrize("budget", [0, 10_000, 100_000])
 def test_a_small_budget_changes_nothing_but_speed(tmp_path: Path, budget: int):
     events = linear(30, 4)

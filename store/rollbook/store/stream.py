@@ -206,6 +206,8 @@ class _Frames:
         if len(frames) <= _FEW and sum(n_rows) <= _FEW:
             # A session just finished, each turn a commit of its own. To copy these little frames together costs less
             # than to look into each of them.
+            if any(batch.schema != batches[0].schema for batch in batches):  # of sealed frames only these were read
+                batches = [batch.select(_TOKEN_COLUMNS) for batch in batches]
             (joined,) = pa.Table.from_batches(batches).select(_TOKEN_COLUMNS).combine_chunks().to_batches()
             sizes = [(joined.get_total_buffer_size() // len(frames), 0)] * len(frames)
             batches = [joined] * len(frames)
