@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -101,14 +102,17 @@ class LocalRollouts:
             rejected=n_rejected,
         )
         self._portal = portal
-        live = portal.start_task_soon(self._live, self._loop)
-        self._stack.callback(live.cancel)
+        scope = portal.call(anyio.CancelScope)
+        live = portal.start_task_soon(self._live, self._loop, scope)
+        self._stack.callback(live.result)  # running episodes are closed before the client and the server go
+        self._stack.callback(lambda: portal.call(scope.cancel))
 
-    async def _live(self, loop: RolloutLoop) -> None:
-        try:
-            await loop.run()
-        except Exception as error:
-            self._failure = error
+    async def _live(self, loop: RolloutLoop, scope: anyio.CancelScope) -> None:
+        with scope:
+            try:
+                await loop.run()
+            except Exception as error:
+                self._failure = error
 
     def _command(self, config: Any, version: int, weights: str) -> list[str]:
         engine, rest = engine_of(config.rollout.backend)
