@@ -47,6 +47,12 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
 
 
+def count_open(book_path: Path) -> int:
+    with open_book(book_path) as book:
+        count: int = book.sql("select count(*) n from episodes where state = 'open'")["n"][0].as_py()
+        return count
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_killed_runs_lose_nothing_redo_nothing_and_finish(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_killed_runs_lose_nothing_redo_nothing_and_finish(tmp_path: Path) -> Non
     acknowledged = tmp_path / "acknowledged"
     acknowledged.touch()
     generator = random.Random(5)
-    kills = 0
+    kills = left_open = 0
     for wanted in (5, 25, 45):
         process = start(tmp_path)
         while process.poll() is None and len(acknowledged.read_text().splitlines()) < wanted:
@@ -64,6 +70,7 @@ def test_killed_runs_lose_nothing_redo_nothing_and_finish(tmp_path: Path) -> Non
             kills += 1
             os.killpg(process.pid, signal.SIGKILL) if kills % 2 else process.kill()
         process.wait()
+        left_open += count_open(tmp_path / "kill" / "t" / "book")
     assert kills >= 2
     last = start(tmp_path)
     assert last.wait(200) == 0
@@ -83,4 +90,6 @@ def test_killed_runs_lose_nothing_redo_nothing_and_finish(tmp_path: Path) -> Non
         assert groups.num_rows == 0, "a finished episode was drawn again"
         states = set(book.sql("select distinct state from episodes")["state"].to_pylist())
         assert states <= {"done", "lost", "abandoned"}  # lost by a kill; abandoned when the run was over
+        lost = book.sql("select count(*) n from episodes where state = 'lost'")["n"][0].as_py()
+        assert lost == left_open, "what a kill leaves open is what the next start calls lost"
     assert verify(book_path).is_whole
