@@ -15,6 +15,7 @@ from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig
 from rollbook.learner.batches import rows_of
 from rollbook.learner.errors import NothingToTrain
+from rollbook.learner.train import without_keys
 from rollbook.store.book import open_book
 
 
@@ -190,3 +191,8 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
 def test_importing_the_learner_imports_no_torch() -> None:
     code = "import rollbook.learner, sys; assert 'torch' not in sys.modules; rollbook.learner.TrainConfig()"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+def test_keys_do_not_reach_the_book() -> None:
+    config = {"rollout": {"agent": {"admin_api_key": "secret", "mode": "inline"}}, "tags": [{"api_key": "secret"}]}
+    assert without_keys(config) == {"rollout": {"agent": {"mode": "inline"}}, "tags": [{}]}

@@ -83,7 +83,7 @@ class Run:
 
     def start(self) -> None:
         """Say that the run begins, go to where an earlier process of it was, and let episodes come."""
-        plain = msgspec.to_builtins(self.config)
+        plain = without_keys(msgspec.to_builtins(self.config))
         self.append(RunStarted(name=self.config.run_id, config=plain))
         self.book.catch_up()
         published = self.book.sql(
@@ -350,3 +350,10 @@ class Run:
         self.book.log.append_blocking(
             *(fact if isinstance(fact, Event) else Event(run_id=self.config.run_id, fact=fact) for fact in facts)
         )
+
+
+def without_keys(config: Any) -> Any:
+    """A plain config with every `..._key` left out: a book is read by more people than hold its keys."""
+    if isinstance(config, dict):
+        return {name: without_keys(value) for name, value in config.items() if not name.endswith("_key")}
+    return [without_keys(value) for value in config] if isinstance(config, list) else config
