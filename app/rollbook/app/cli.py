@@ -185,6 +185,18 @@ def _replay(args: argparse.Namespace) -> None:
     )
 
 
+def _view(args: argparse.Namespace) -> None:
+    from .web import view_book
+
+    def announce(url: str) -> None:
+        out.print(
+            f"Showing [bold]{args.book}[/] (stop with Ctrl-C); the address has this start's key:", highlight=False
+        )
+        out.print(url, highlight=False, soft_wrap=True)
+
+    view_book(Path(args.book), host=args.host, port=args.port, tokenizer=args.tokenizer, announce=announce)
+
+
 def _verify(args: argparse.Namespace) -> None:
     from .reading import verify_book
 
@@ -389,6 +401,14 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one, or `last`")
     made.add_argument("workflow", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
     made.add_argument("--tokenizer", required=True, metavar="DIR", help="the model folder it was recorded with")
+
+    made = command(
+        "view", _view, "show a book in the browser: curves, episodes, tokens, SQL", "rollbook view runs/demo/book"
+    )
+    book_of(made)
+    made.add_argument("--host", default="127.0.0.1", help="an address of this machine that only it can reach")
+    made.add_argument("--port", type=int, default=8080, help="0 takes a free one")
+    made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
     book_of(made)

@@ -159,11 +159,12 @@ def show_episode(
             json.dump(_plain(episode, credits_of), sys.stdout, default=str, ensure_ascii=False, indent=1)
             sys.stdout.write("\n")
             return
-        spell = _speller(tokenizer or _tokenizer_of(book, episode.row["run_id"]))
+        spell = _speller(tokenizer or tokenizer_of(book, episode.row["run_id"]))
         out.print(_tree(episode, credits_of, spell))
 
 
-def _tokenizer_of(book: Book, run_id: str) -> str | None:
+def tokenizer_of(book: Book, run_id: str) -> str | None:
+    """The newest of the run's model folders that is here and has a tokenizer."""
     found = book.sql("select path from policies where run_id = ? order by version desc", [run_id])["path"].to_pylist()
     return next((path for path in found if Path(path, "tokenizer.json").is_file()), None)
 

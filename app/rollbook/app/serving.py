@@ -22,6 +22,7 @@ from rollbook.store import Book, BookBusy, open_book
 
 from .config import ConfigError, put
 from .models import prepare_model
+from .web import PATH, page_of
 
 ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
 
@@ -80,7 +81,8 @@ def serve_book(
             else:
                 _say(url, book_path, service.admin_key if config.admin_key is None else None)
 
-        anyio.run(partial(serve_until_stopped, service, announce=announce), backend_options={"use_uvloop": True})
+        program = partial(serve_until_stopped, service, announce=announce, routes=[page_of(service, str(book_path))])
+        anyio.run(program, backend_options={"use_uvloop": True})
 
 
 def open_writer(book_path: Path, name: str) -> Book:
@@ -149,3 +151,4 @@ def _say(url: str, book_path: Path, admin_key: str | None) -> None:
             soft_wrap=True,
         )
         out.print(f"and give the agent OPENAI_BASE_URL={url}/v1 and the answer's api_key as OPENAI_API_KEY.")
+        out.print(f"Look at the book at {url}{PATH}/#key={admin_key}", soft_wrap=True)

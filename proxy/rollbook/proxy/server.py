@@ -12,9 +12,10 @@ import itertools
 import logging
 import secrets
 import signal
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from types import TracebackType
@@ -23,11 +24,12 @@ from typing import Any, TypeAlias
 import anyio
 import msgspec
 import uvicorn
-from litestar import Litestar, Request, Response, asgi, get, post
+from litestar import Litestar, Request, Response, Router, asgi, get, post
 from litestar.datastructures import State
 from litestar.di import NamedDependency, Provide
 from litestar.exceptions import HTTPException
 from litestar.params import FromPath
+from litestar.types import ASGIApp
 
 from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError
 from rollbook.store.book import Book
@@ -581,10 +583,10 @@ class App(Litestar):
         await super().__call__(scope, receive, send)
 
 
-def create_app(service: Service) -> App:
-    """The ASGI application of a service, which must be entered before it is called."""
+def create_app(service: Service, routes: Sequence[Router] = ()) -> App:
+    """The ASGI application of a service, which must be entered before it is called. routes: more than the proxy's."""
     return App(
-        HANDLERS,
+        [*HANDLERS, *routes],
         state=State({"service": service}),
         dependencies={"service": Provide(provide_service, sync_to_thread=False)},
         exception_handlers={Exception: refuse},
@@ -598,52 +600,71 @@ def create_app(service: Service) -> App:
 
 
 @asynccontextmanager
-async def serve(service: Service) -> AsyncIterator[str]:
-    """Enter a service and serve it until left; gives the address, e.g. http://127.0.0.1:8000.
+async def listen(app: ASGIApp, listening: socket.socket, *, max_header_bytes: int, stop_s: float) -> AsyncIterator[str]:
+    """Serve an application on a socket until left; gives the address, e.g. http://127.0.0.1:8000.
 
-    Leaving lets answers in progress finish for `stop_s`, then cuts them. Raises OSError if the address is taken.
+    Leaving lets answers in progress finish for `stop_s`, then cuts them.
+    """
+    host, port = listening.getsockname()[:2]
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=type("Protocol", (Protocol,), {"max_header_bytes": max_header_bytes}),
+            ws="none",
+            loop="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(stop_s)),
+        )
+    )
+    serving = asyncio.ensure_future(server.serve([listening]))
+    serving.add_done_callback(lambda _: server.is_listening.set())
+    try:
+        await server.is_listening.wait()
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        # Told to stop, not cancelled: clients get the answers that are on their way.
+        server.stop()
+        with anyio.CancelScope(shield=True):
+            await serving
+
+
+@asynccontextmanager
+async def serve(service: Service, routes: Sequence[Router] = ()) -> AsyncIterator[str]:
+    """Enter a service and serve it until left; gives the address. routes: more than the proxy's.
+
+    Raises OSError if the address is taken.
     """
     config = service.config
     listening = bind(config.host, config.port)
     try:
-        host, port = listening.getsockname()[:2]
-        async with service:
-            server = Server(
-                uvicorn.Config(
-                    create_app(service),
-                    http=type("Protocol", (Protocol,), {"max_header_bytes": config.max_header_bytes}),
-                    ws="none",
-                    loop="none",
-                    lifespan="off",
-                    interface="asgi3",
-                    log_config=None,
-                    log_level="critical",
-                    access_log=False,
-                    proxy_headers=False,
-                    server_header=False,
-                    date_header=False,
-                    timeout_keep_alive=75,
-                    timeout_graceful_shutdown=max(1, round(config.stop_s)),
-                )
-            )
-            serving = asyncio.ensure_future(server.serve([listening]))
-            serving.add_done_callback(lambda _: server.is_listening.set())
-            try:
-                await server.is_listening.wait()
-                yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            finally:
-                # Told to stop, not cancelled: clients get the answers that are on their way.
-                server.stop()
-                with anyio.CancelScope(shield=True):
-                    await serving
+        async with (
+            service,
+            listen(
+                create_app(service, routes),
+                listening,
+                max_header_bytes=config.max_header_bytes,
+                stop_s=config.stop_s,
+            ) as url,
+        ):
+            yield url
     finally:
         listening.close()
 
 
-async def serve_until_stopped(service: Service, *, announce: Callable[[str], None] = print) -> None:
+async def serve_until_stopped(
+    service: Service, *, announce: Callable[[str], None] = print, routes: Sequence[Router] = ()
+) -> None:
     """Serve until SIGINT or SIGTERM. For the program; `announce` is told the address."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with serve(service) as url:
+        async with serve(service, routes) as url:
             # What is alive now stays: collections need not look at it again, and stay short.
             gc.collect()
             gc.freeze()
