@@ -3,7 +3,7 @@
 import { build } from "esbuild";
 import { copyFileSync, mkdirSync, readFileSync, writeFileSync } from "node:fs";
 
-const out = "../app/rollbook/app/web_static/vendor";
+const out = "../rollbook/app/web_static/vendor";
 const { dependencies } = JSON.parse(readFileSync("package.json", "utf8"));
 mkdirSync(out, { recursive: true });
 await build({
