@@ -169,13 +169,12 @@ def _asked(request: AnyRequest, kind: type[T], leave: Sequence[str] = ()) -> T:
 
 def describe_book(name: str, book: Book) -> dict[str, Any]:
     """What the page needs once: its name, its tables, the questions that come ready made."""
-    tables = [
-        *(
-            (table.name, table.comment, [(c.name, c.comment) for c in table.columns])
-            for table in metadata.sorted_tables
-        ),
-        *((view.name, view.help, list(view.columns.items())) for view in VIEWS),
-    ]
+    tables: dict[str, tuple[str | None, dict[str, str | None]]] = {
+        table.name: (table.comment, {column.name: column.comment for column in table.columns})
+        for table in metadata.sorted_tables
+    }
+    for view in VIEWS:
+        tables[view.name] = view.help, dict(view.columns)
     return {
         "name": name,
         "questions": [
@@ -183,8 +182,8 @@ def describe_book(name: str, book: Book) -> dict[str, Any]:
             for one in CANNED.values()
         ],
         "tables": [
-            {"name": name, "help": help_, "columns": [{"name": c, "help": text} for c, text in columns]}
-            for name, help_, columns in sorted(tables)
+            {"name": table, "help": help_, "columns": [{"name": c, "help": text} for c, text in columns.items()]}
+            for table, (help_, columns) in sorted(tables.items())
         ],
     }
 
