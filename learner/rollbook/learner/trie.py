@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .rows import Ints, Rows
 
@@ -106,17 +107,39 @@ def micro_batches(
     lengths = np.diff(rows.starts)[order] - 1
     shared = _shared_with_previous(rows, order)
     continued = np.where(shared == np.append(0, lengths[:-1]), shared, 0)
+    plans = {
+        name: _plan(lengths, seen, continued > 0, max_tokens=max_tokens, at_least=at_least)
+        for name, seen in (("trie", shared), ("paths", continued))
+        if form in (None, name)
+    }
     if form is None:
-        form = "trie" if (lengths - shared).sum() * TREE_COST < (lengths - continued).sum() else "paths"
-    fresh = lengths - (shared if form == "trie" else continued)
+        form = "trie" if plans["trie"][1] * TREE_COST < plans["paths"][1] else "paths"
+    for start, end in plans[form][0]:
+        yield build(rows, np.sort(order[start:end]), form=form)
+
+
+def _plan(
+    lengths: Ints, seen: Ints, continues: npt.NDArray[np.bool_], *, max_tokens: int, at_least: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Where a depth-first order of rows is cut, and the nodes that are computed in all.
+
+    seen: tokens of a row that the one before it computes. continues: a row goes on where the one before it ends. Cuts
+    fall between such chains where a chain fits the budget, since the row after a cut computes all of its prefix.
+    """
+    fresh = lengths - seen
     budget = max_tokens if at_least == 1 else min(max_tokens, -(-int(fresh.sum()) // at_least))
-    start, size = 0, 0
-    for i in range(len(order)):
-        if i > start and size + fresh[i] > budget:
-            yield build(rows, np.sort(order[start:i]), form=form)
-            start, size = i, 0
-        size += int(lengths[i] if i == start else fresh[i])
-    yield build(rows, np.sort(order[start:]), form=form)
+    starts = np.flatnonzero(~continues)
+    chain = dict(zip(starts.tolist(), np.add.reduceat(fresh, starts).tolist(), strict=True))
+    cuts, size, total = [0], int(lengths[0]), 0
+    for i in range(1, len(lengths)):
+        whole = chain.get(i, 0)
+        if size + max(int(fresh[i]), whole if whole <= budget else 0) > budget:
+            cuts.append(i)
+            total += size
+            size = int(lengths[i])
+        else:
+            size += int(fresh[i])
+    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True)), total + size
 
 
 @dataclass(frozen=True)
