@@ -18,7 +18,7 @@ import msgspec
 
 from rollbook.store.errors import LogClosed, LogWriteFailed
 
-from .capture import Capture
+from .capture import Capture, Hold
 from .config import ServeConfig
 from .errors import Busy, EngineFailed, EngineUnavailable, NotRecorded, ProxyError, SessionEnded
 from .request import Piece, Reply, Request
@@ -38,6 +38,7 @@ class Call:
         self.request = request
         self.pieces: list[tuple[int, Piece]] = []
         self.n_sent = 0  # pieces that a client has been sent
+        self.holds = [Hold() for _ in range(request.n)] if request.is_stream else []
         self.first: Piece | None = None  # has the interaction_id and prompt_tokens
         self.replies: list[Reply | None] = [None] * request.n
         self.error: ProxyError | None = None
@@ -65,9 +66,21 @@ class Call:
         return sum(len(piece.token_ids) for i, piece in self.pieces[: self.n_sent] if i == choice)
 
     def wake(self) -> None:
-        """There is something new."""
+        """There is something new: for those who wait for it, or, if it is the end, for all."""
         for client in self.clients:
-            client.wake()
+            if self.is_done or not client.is_pausing:
+                client.wake()
+
+    def look(self) -> None:
+        """Clients came, went, or wait for other things: text is wanted at once while anybody waits for it."""
+        is_on = all(client.is_pausing for client in self.clients)
+        for hold in self.holds:
+            hold.is_on = is_on
+
+    def gather(self) -> None:
+        """Have among `pieces` all that has come."""
+        for choice, hold in enumerate(self.holds):
+            self.pieces += [(choice, piece) for piece in hold.read()]
 
     def stop(self) -> None:
         """Give it up; what was sampled is recorded. Twice is once: recording is not to be disturbed."""
@@ -83,8 +96,10 @@ class Client:
         self.call = call
         self.has_left = False
         self.is_served = False  # got all of it
+        self.is_pausing = False  # what comes can wait
         self._future: asyncio.Future[None] | None = None
         call.clients.add(self)
+        call.look()
 
     def wake(self) -> None:
         future = self._future
@@ -98,6 +113,18 @@ class Client:
             await self._future
         finally:
             self._future = None
+
+    async def pause(self, seconds: float) -> None:
+        """Let what comes gather: until the time is over, the call done, or the connection gone."""
+        timer = asyncio.get_running_loop().call_later(seconds, self.wake)
+        self.is_pausing = True
+        self.call.look()
+        try:
+            await self.wait()
+        finally:
+            timer.cancel()
+            self.is_pausing = False
+            self.call.look()
 
     def leave(self) -> None:
         """The connection is gone. Twice is once."""
@@ -162,6 +189,7 @@ class Calls:
         """A connection is through with its call: it took the answer, or it left."""
         call = client.call
         call.clients.discard(client)
+        call.look()
         if client.is_served:
             # From here on it is in the book that a retry finds it.
             self._forget(call)
@@ -255,7 +283,8 @@ class Calls:
     async def _pump(self, call: Call, choice: int, request: Request) -> None:
         episode = call.session.episode or await self._sessions.episode_of(call.session)
         keeps = request.is_stream
-        items = self._capture.stream(episode, request, delivered=lambda: call.delivered(choice))
+        hold = call.holds[choice] if keeps else None
+        items = self._capture.stream(episode, request, delivered=lambda: call.delivered(choice), hold=hold)
         async with aclosing(items):  # type: ignore[type-var]
             async for item in items:
                 if isinstance(item, Reply):

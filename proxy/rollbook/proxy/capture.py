@@ -205,6 +205,24 @@ class _Prompt:
         return self.path.ids
 
 
+class Hold:
+    """In the hand of who takes a streamed answer: while it `is_on`, tokens gather, and are read all at once.
+
+    They are read when `read` is called, when a token comes while it is off, and at the end. Text is never late by it
+    but where its taker wants that. Without effect where a stop string may have to end the answer.
+    """
+
+    __slots__ = ("_call", "is_on")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._call: _Call | None = None
+
+    def read(self) -> list[Piece]:
+        """What has gathered, once; [] where that is nothing."""
+        return [] if self._call is None else self._call.give()
+
+
 # ---------------------------------------------------------------- the core
 
 
@@ -284,7 +302,12 @@ class Capture:
         episode.size, episode.has_ended = 0, True
 
     async def stream(
-        self, episode: Episode, request: Request, *, delivered: Callable[[], int] | None = None
+        self,
+        episode: Episode,
+        request: Request,
+        *,
+        delivered: Callable[[], int] | None = None,
+        hold: Hold | None = None,
     ) -> AsyncIterator[Piece | Reply]:
         """Answer one request, one choice (`request.n` is the caller's).
 
@@ -292,6 +315,7 @@ class Capture:
         and last the Reply, when its event is durable. Closing or cancelling means that the client left: the engine is
         aborted, and what was sampled is recorded as an orphan, which a later try of the same request replaces.
         delivered: asked then how many output tokens had reached the client; None: those in pieces taken from here.
+        hold: see there; what it read is not yielded again.
 
         A request that says it is a retry of one whose answer is in the book gets that answer, with its ids.
 
@@ -314,6 +338,8 @@ class Capture:
                 yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
                 reader = call.reader = self._reader(request, prompt.ids, sampling)
                 call.reads_at_end = not (request.is_stream or request.stop)
+                if hold is not None and request.is_stream and not request.stop:
+                    call.hold, hold._call = hold, call
                 for piece in reader.push_text(prompt.opening):
                     yield piece
                 generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
@@ -332,9 +358,11 @@ class Capture:
                 for piece in call.finish_reading():
                     yield piece
             except ProxyError as error:
+                call.keep_unread()
                 await self._record_failure(episode, request, error, call, prompt, delivered)
                 raise
             except BaseException:
+                call.keep_unread()
                 if prompt is not None and call.n_output:
                     with anyio.CancelScope(shield=True):
                         await self._record(episode, request, call, prompt, reached=call.reached(delivered))
@@ -741,6 +769,9 @@ class _Call:
     started: float = field(default_factory=time.perf_counter)
     reads_at_end: bool = False  # nobody waits for text on the way
     is_read: bool = False
+    hold: Hold | None = None
+    n_unread: int = 0  # of the latest `ids`, which the reader has not seen
+    unseen: list[Piece] = field(default_factory=list)  # read, and not given
     ids: list[Int32s] = field(default_factory=list)
     lps: list[Float32s] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, tokens)
@@ -767,9 +798,13 @@ class _Call:
         if self.first_token_seconds is None:
             self.first_token_seconds = self.seconds
         n, pieces = len(ids), []
-        if not self.reads_at_end:
+        if self.reads_at_end or (self.hold is not None and self.hold.is_on):
+            self.n_unread += 1
+        else:
+            if self.n_unread:
+                pieces = self.read()
             before = self.reader.n_taken
-            pieces = self.reader.push(ids, logprobs)
+            pieces += self.reader.push(ids, logprobs)
             n = self.reader.n_taken - before
             if self.reader.is_stopped:
                 self.n_claimed = None  # we ended it
@@ -782,13 +817,29 @@ class _Call:
         self.n_output += n
         return pieces
 
+    def read(self) -> list[Piece]:
+        """What the reader has not seen yet."""
+        n, self.n_unread = self.n_unread, 0
+        if not n or self.reader is None:
+            return []
+        return self.reader.push(np.concatenate(self.ids[-n:]), np.concatenate(self.lps[-n:]))
+
+    def give(self) -> list[Piece]:
+        """What nobody has been given yet; for `Hold`."""
+        pieces, self.unseen = self.unseen + self.read(), []
+        return pieces
+
+    def keep_unread(self) -> None:
+        """Where the answer breaks off: what came is still to be given, though the recording of it reads to the end."""
+        if self.hold is not None:
+            self.unseen += self.read()
+
     def finish_reading(self) -> list[Piece]:
-        """What the reader held back, or all of it where nobody watched. Twice is once."""
+        """What was not read, and what the reader held back. Twice is once."""
         if self.reader is None or self.is_read:
             return []
         self.is_read = True
-        pieces = self.reader.push(self.output_ids, self.logprobs) if self.reads_at_end else []
-        return pieces + self.reader.finish()
+        return self.read() + self.reader.finish()
 
     def reached(self, delivered: Callable[[], int] | None) -> int:
         """Output tokens that the client had got."""
@@ -796,10 +847,14 @@ class _Call:
 
     @property
     def output_ids(self) -> Int32s:
+        if len(self.ids) > 1 and not self.n_unread:  # joined once: it is asked for several times
+            self.ids = [np.concatenate(self.ids)]
         return np.concatenate(self.ids) if self.ids else EMPTY_IDS
 
     @property
     def logprobs(self) -> Float32s:
+        if len(self.lps) > 1 and not self.n_unread:
+            self.lps = [np.concatenate(self.lps)]
         return np.concatenate(self.lps) if self.lps else EMPTY_LOGPROBS
 
     @property

@@ -4,6 +4,7 @@ It keeps every promise of `engine.Engine` (streaming, abort, pause, versions) wi
 function of the token and its place, so a test can say which logprob belongs to which token.
 """
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
@@ -25,12 +26,11 @@ def scripted_logprob(token: int, index: int) -> float:
     return -float(np.float32(0.01 + ((token * 31 + index * 7) % 997) / 500))
 
 
-def _logprobs(ids: Int32s, start: int) -> Float32s:
-    """`scripted_logprob` of each of ids, the first of which is the start-th."""
-    if len(ids) < 8:  # as streams are tested: one by one
-        return np.asarray([scripted_logprob(token, start + i) for i, token in enumerate(ids.tolist())], np.float32)
-    at = np.arange(start, start + len(ids), dtype=np.int64)
-    return -(0.01 + ((ids * np.int64(31) + at * 7) % 997) / 500).astype(np.float32)
+def _logprobs(ids: Int32s) -> Float32s:
+    """`scripted_logprob` of each token of an answer."""
+    if len(ids) < 8:
+        return np.asarray([scripted_logprob(token, i) for i, token in enumerate(ids.tolist())], np.float32)
+    return -(0.01 + ((ids * np.int64(31) + np.arange(len(ids)) * 7) % 997) / 500).astype(np.float32)
 
 
 class ScriptedEngine:
@@ -87,11 +87,15 @@ class ScriptedEngine:
         end = next((i + 1 for i, token in enumerate(ids.tolist()) if token in stops), len(ids))
         finish = "stop" if end <= limit else "length"
         end = min(end, limit)
+        logprobs = _logprobs(ids[:end])
         self._running += 1
         try:
             for start in range(0, end, self._chunk_tokens):
                 piece = ids[start : min(start + self._chunk_tokens, end)]
-                await anyio.sleep(self._token_s * len(piece))
+                if self._token_s:
+                    await anyio.sleep(self._token_s * len(piece))
+                else:
+                    await asyncio.sleep(0)  # others get their turn
                 while self._paused is not None:
                     await self._paused.wait()
                 if not self._is_open:
@@ -99,7 +103,7 @@ class ScriptedEngine:
                     return
                 yield Sampled(
                     ids=piece,
-                    logprobs=_logprobs(piece, start),
+                    logprobs=logprobs[start : start + len(piece)],
                     version=self._version,
                 )
             yield Sampled(

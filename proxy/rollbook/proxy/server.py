@@ -268,10 +268,10 @@ async def _stream_call(client: Client, dialect: Dialect, send: Send, config: Ser
         raise call.error or EngineFailed("the call ended without an answer")
     stream = dialect.stream(call.request)
     await send({"type": "http.response.start", "status": 200, "headers": SSE})
-    loop = asyncio.get_running_loop()
     sent, out = 0, stream.begin(call.first)
     while True:
         # Look before sending, so that what came with the end goes out with it.
+        call.gather()
         is_done, pieces = call.is_done, call.pieces[sent:]
         sent += len(pieces)
         out += b"".join([stream.piece(choice, piece) for choice, piece in join_pieces(pieces)])
@@ -289,15 +289,14 @@ async def _stream_call(client: Client, dialect: Dialect, send: Send, config: Ser
         if is_done:
             client.is_served = not client.has_left and call.error is None
             return
-        last = loop.time()
+        # The first token goes at once, and so does one after a silence; those that come close together share a write.
+        if sent and not call.is_done and not client.has_left:
+            await client.pause(config.pace_s)
+            call.gather()
         if sent == len(call.pieces) and not call.is_done and not client.has_left:
             await client.wait()
         if client.has_left:
             return
-        # The first token goes at once; those that come close together afterwards share a write.
-        early = config.pace_s - (loop.time() - last)
-        if early > 0 and not call.is_done:
-            await asyncio.sleep(early)
 
 
 def join_pieces(pieces: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
