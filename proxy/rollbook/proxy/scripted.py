@@ -84,7 +84,8 @@ class ScriptedEngine:
         ids = np.asarray(await answer if inspect.isawaitable(answer) else answer, np.int32)
         limit = min(generation.sampling.max_tokens or room, room)
         stops = set(generation.sampling.stop_token_ids)
-        end = next((i + 1 for i, token in enumerate(ids.tolist()) if token in stops), len(ids))
+        plain = ids.tolist()
+        end = min((plain.index(token) + 1 for token in stops if token in plain), default=len(plain))
         finish = "stop" if end <= limit else "length"
         end = min(end, limit)
         logprobs = _logprobs(ids[:end])
