@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollbook.store import SCHEMA, BadEvent, DirectoryLog, Event, Log, LogClosed, MemoryLog, RunStarted
-from rollbook.store.events import from_batch
+from rollbook.store.events import InteractionRecorded, from_batch
 from rollbook.store.http import HttpLog
 from rollbook.store.log import advance
 from store_histories import events, interaction, same
@@ -190,6 +190,29 @@ def test_a_frame_holds_its_event_and_says_where_it_begins(log: Log) -> None:
         assert size_bytes >= 0
     with pytest.raises(KeyError, match="position 7 of writer 'first'"):
         log.frame("first", 7)
+
+
+def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(log: Log) -> None:
+    ids, logprobs = np.arange(3, dtype=np.int32), np.full(3, -1, np.float32)
+    fact = InteractionRecorded(prompt_length=3)
+    event = Event(
+        run_id="r",
+        episode_id="e",
+        interaction_id="i",
+        fact=fact,
+        prompt_ids=ids,
+        output_ids=ids[::-1],
+        logprobs=logprobs,
+        versions=ids,
+    )
+    log.append_blocking(event)
+    ids[:], logprobs[:] = 9, -9
+    [batch] = log.read()
+    [kept] = from_batch(batch)
+    for name, expected in (("prompt_ids", [0, 1, 2]), ("output_ids", [2, 1, 0]), ("versions", [0, 1, 2])):
+        assert getattr(kept, name).tolist() == expected, name
+    assert kept.logprobs is not None
+    assert kept.logprobs.tolist() == [-1, -1, -1]
 
 
 def test_gather_names_what_is_not_there(log: Log) -> None:

@@ -13,6 +13,7 @@ reply, and then `messages.request`.
 """
 
 import os
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -330,6 +331,10 @@ def decode_fact(kind: str, payload: str | bytes) -> Fact:
 def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
     """Built from buffers: pyarrow's checking constructors would be most of what a small commit costs."""
     n = len(arrays)
+    only = arrays[0] if n == 1 else None
+    if isinstance(only, np.ndarray) and only.ndim == 1 and only.dtype == dtype and len(only) < 1 << 31:  # mostly
+        values = only.copy()  # the batch may outlive what the caller does with it
+        return _lists(name, 1, None, _OFFSETS.pack(0, len(values)), values)
     is_there = [a is not None for a in arrays]
     if not any(is_there):
         return pa.nulls(n, _LIST_TYPES[name])
@@ -348,12 +353,15 @@ def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type
     if offsets[-1] >= 1 << 31:
         raise BadEvent(f"{name} of one append hold {offsets[-1]} values, more than 2^31; append fewer events at once")
     validity = None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
-    return pa.Array.from_buffers(
-        _LIST_TYPES[name],
-        n,
-        [validity, pa.py_buffer(offsets.astype(np.int32))],
-        children=[pa.Array.from_buffers(_LIST_TYPES[name].value_type, len(values), [None, pa.py_buffer(values)])],
-    )
+    return _lists(name, n, validity, offsets.astype(np.int32), values)
+
+
+def _lists(name: str, n: int, validity: pa.Buffer | None, offsets: Any, values: npt.NDArray[Any]) -> pa.Array:
+    child = pa.Array.from_buffers(_LIST_TYPES[name].value_type, len(values), [None, pa.py_buffer(values)])
+    return pa.Array.from_buffers(_LIST_TYPES[name], n, [validity, pa.py_buffer(offsets)], children=[child])
+
+
+_OFFSETS = struct.Struct("=ii")
 
 
 _LIST_TYPES = {field.name: field.type for field in SCHEMA if pa.types.is_list(field.type)}
