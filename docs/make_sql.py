@@ -4,6 +4,7 @@ from pathlib import Path
 
 from duckdb_sqlalchemy import Dialect
 
+from rollbook.store.book import MAX_TOKENS
 from rollbook.store.canned import CANNED
 from rollbook.store.relations import TOKENS, TOOL_CALLS
 from rollbook.store.schema import VIEWS, metadata
@@ -65,6 +66,11 @@ def page() -> str:
         columns = {name: (kinds.get(name, ""), help) for name, help in view.columns.items()}
         parts.append(f"### {view.name}\n{view.help}\n\n{_table(columns)}\n")
     parts.append("## Read from the log when asked for\n")
+    parts.append(
+        "`book.sql` and `rollbook sql` read these when a SELECT names them: `from tokens limit 5`. Every such query\n"
+        f"reads the log, and `tokens` may have {MAX_TOKENS:,} rows at most. `POST /sql` does not have them. In Python\n"
+        "both are Arrow tables, and of `tokens` one may ask for some interactions only.\n"
+    )
     for name, help, columns in (
         ("tokens", "`book.tokens(interaction_ids=None)`: one row per token.", TOKENS),
         ("tool_calls", "`book.tool_calls()`: one row per tool call that a model made.", TOOL_CALLS),

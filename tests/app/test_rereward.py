@@ -92,6 +92,7 @@ def test_sql_judges_by_columns_and_other_rewards(book_path: str) -> None:
     ]
     with pytest.raises(BadSelection):
         reward_by_sql(book_path, "nonsense(", name="x")
+    assert judged(reward_by_sql(book_path, "1", name="all", where="true -- a comment")) == (3, 0, 0, 0)
 
 
 def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from rollbook.store import (
     EpisodeOpened,
     MemoryLog,
     Messages,
+    QueryRefused,
     RewardGiven,
     RunStarted,
     TokensScored,
@@ -22,6 +23,7 @@ from rollbook.store.book import Book
 from rollbook.store.canned import CANNED
 from rollbook.store.events import encode_messages
 from rollbook.store.relations import is_tool_error
+from rollbook.store.sql import run_query
 from views_books import event, interaction
 
 SECOND = 1_000_000
@@ -196,3 +198,28 @@ def test_tokens_are_rows_where_they_were_brought(book: Book) -> None:
 )
 def test_a_tools_answer_is_read_as_an_error_where_it_says_so(content: Any, expected: bool) -> None:
     assert is_tool_error({"role": "tool", "content": content}) is expected
+
+
+def test_tokens_and_tool_calls_are_tables_by_their_names(book: Book) -> None:
+    assert book.sql("from tokens limit 5").num_rows == 5
+    assert book.sql("select count(*) as n from Tokens join interactions using (interaction_id)").to_pylist() == [
+        {"n": book.tokens().num_rows}
+    ]
+    calls = book.sql("from (select tool from tool_calls)")
+    assert calls["tool"].to_pylist() == book.tool_calls()["tool"].to_pylist()
+    assert book.sql("with tokens as (select 1 as one) from tokens").to_pylist() == [{"one": 1}]
+    assert book.sql("select n_output as tokens from interactions limit 1").num_rows == 1
+    few = book.tokens(["a1.3"])
+    assert book.sql("from tokens", tokens=few).num_rows == few.num_rows
+
+
+def test_a_table_of_too_many_tokens_is_refused(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollbook.store.book.MAX_TOKENS", 3)
+    with pytest.raises(BadSelection, match="more than 3; read those of some interactions"):
+        book.sql("from tokens limit 5")
+
+
+def test_a_server_says_where_tokens_are_to_be_had(book: Book) -> None:
+    with pytest.raises(QueryRefused, match="`rollbook sql`, beside the book"):
+        run_query(book.views, "from tokens limit 5")
+    assert run_query(book.views, "with tokens as (select 1 as one) from tokens").num_rows == 1

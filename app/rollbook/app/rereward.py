@@ -25,7 +25,7 @@ from rollbook.agents.errors import WorkflowError
 from rollbook.agents.workflow import load
 from rollbook.store import Book, Event, InteractionFailed, RewardGiven, open_book
 from rollbook.store.book import Episode
-from rollbook.store.credit import episode_rewards_query
+from rollbook.store.expressions import literal
 
 CHUNK = 64
 """Episodes that a process reads and judges at a time."""
@@ -200,27 +200,15 @@ def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | No
     Raises BadSelection for an expression that cannot be read.
     """
     source = f"sql@{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
+    condition = f"and ({where}\n)" if where else ""
+    wanted = (
+        f"select episode_id from episodes where state <> 'open' {condition} except "
+        f"select episode_id from rewards where name = {literal(name)} and source = {literal(source)}"
+    )
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
-        condition = f"and ({where})" if where else ""
-        table = book.sql(
-            f"select run_id, episode_id, value from ({episode_rewards_query(expression)}) "
-            f"join (select * from episodes where state <> 'open' {condition}) using (episode_id) "
-            "anti join (select episode_id from rewards where name = ? and source = ?) using (episode_id)",
-            [name, source],
-        )
-        columns = (table[column].to_pylist() for column in ("run_id", "episode_id", "value"))
-        outcome = Outcome(source)
-        events: list[Event] = []
-        for run_id, episode_id, value in zip(*columns, strict=True):
-            if value is None:
-                outcome.n_no_opinion += 1
-            else:
-                given = RewardGiven(value=value, name=name, source=source)
-                events.append(Event(run_id=run_id, episode_id=episode_id, fact=given))
-        if events:
-            book.log.append_blocking(*events)
-        outcome.n_judged = len(events)
-    return outcome
+        n_wanted: int = book.sql(f"select count(*) as n from ({wanted})")["n"][0].as_py()
+        n_judged = book.rereward(expression, name=name, source=source, episodes=wanted)
+    return Outcome(source, n_judged=n_judged, n_no_opinion=n_wanted - n_judged)
 
 
 def difference(book: Book, old: str, new: str) -> Any:

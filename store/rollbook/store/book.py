@@ -20,10 +20,10 @@ import pyarrow as pa
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import DirectoryLog
-from .errors import BookBusy
+from .errors import BadSelection, BookBusy
 from .events import Event, Float32s, Int32s, Messages, RewardGiven, decode_messages
 from .log import Log
-from .relations import read_tokens, read_tool_calls
+from .relations import named_relations, read_tokens, read_tool_calls
 from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
@@ -31,6 +31,9 @@ from .views import Views
 _ROWS_AT_ONCE = 8192
 """Rows whose trees `packs` looks up with one query."""
 
+
+MAX_TOKENS = 5_000_000
+"""Rows of `tokens` that a query may get by its name; about 300 MB."""
 
 _BULK = 8192  # events per append of a re-reward
 
@@ -146,7 +149,16 @@ class Book:
         return self.views.catch_up()
 
     def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None, **tables: pa.Table) -> pa.Table:
-        """Run one trusted query on the views; `tables` are there under their names. `sql.py` is for untrusted ones."""
+        """Run one trusted query on the views; `tables` are there under their names. `sql.py` is for untrusted ones.
+
+        A SELECT that names `tokens` or `tool_calls` gets them from the log, whole. Raises BadSelection where `tokens`
+        would be more than MAX_TOKENS rows.
+        """
+        named = named_relations(query) - tables.keys()
+        if "tokens" in named:
+            tables = {**tables, "tokens": self._all_tokens()}
+        if "tool_calls" in named:
+            tables = {**tables, "tool_calls": self.tool_calls()}
         with self.views.cursor() as cursor:
             for name, table in tables.items():
                 cursor.register(name, table)
@@ -190,22 +202,26 @@ class Book:
         name: str,
         source: str = "sql",
         selection: Selection | None = None,
+        episodes: str | None = None,
         details: dict[str, Any] | None = None,
     ) -> int:
         """Give stored episodes another reward, computed by an SQL expression; the earlier ones stay as they are.
 
         expression: over the columns of `episodes` and the names of rewards, as in `credit.py`; where it is NULL no
-        reward is given. name: of the new reward. selection: of which episodes (default: of all). Durable when this
-        returns, and in the tables. Returns how many were given. Raises BadSelection, and LogClosed for a reader.
+        reward is given. name: of the new reward. Of which episodes says selection or episodes, an SQL query for their
+        ids (default: of all). Durable when this returns, and in the tables. Returns how many were given. Raises
+        BadSelection, and LogClosed for a reader.
         """
-        only = None if selection is None else "select episode_id from _chosen"
+        if selection is not None and episodes is not None:
+            raise BadSelection("expected a selection or a query for the episodes, got both; put one into the other")
+        only = episodes if selection is None else "select episode_id from _chosen"
         tables = {} if selection is None else {"_chosen": self.sql(episodes_query(selection))}
         given = self.sql(
             f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
             "join episodes e using (episode_id) where isfinite(r.value) order by e.episode_id",
             **tables,
         )
-        runs, episodes, values = (given[column].to_pylist() for column in ("run_id", "episode_id", "value"))
+        runs, ids, values = (given[column].to_pylist() for column in ("run_id", "episode_id", "value"))
         details = {"expression": expression, **(details or {})}
         for start in range(0, len(values), _BULK):
             part = slice(start, start + _BULK)
@@ -216,7 +232,7 @@ class Book:
                         episode_id=episode,
                         fact=RewardGiven(value=value, name=name, source=source, details=details),
                     )
-                    for run, episode, value in zip(runs[part], episodes[part], values[part], strict=True)
+                    for run, episode, value in zip(runs[part], ids[part], values[part], strict=True)
                 )
             )
         self.catch_up()
@@ -225,8 +241,7 @@ class Book:
     def canned(self, name: str, **params: Any) -> pa.Table:
         """The answer to one of the questions of `canned.py`. Raises BadSelection."""
         question = find_canned(name)
-        tables = {"tool_calls": self.tool_calls()} if "tool_calls" in question.sql else {}
-        return self.sql(question.sql, question.bind(params), **tables)
+        return self.sql(question.sql, question.bind(params))
 
     def tokens(self, interaction_ids: Sequence[str] | None = None) -> pa.Table:
         """One row per token of these interactions (default: of all), columns in `relations.TOKENS`. Reads the log."""
@@ -236,6 +251,16 @@ class Book:
         wanted = pa.table({"id": pa.array(list(interaction_ids), pa.string())})
         query = f"{query} where interaction_id in (select id from _wanted) order by recorded_at, event_id"
         return read_tokens(self.log, self.sql(query, _wanted=wanted))
+
+    def _all_tokens(self) -> pa.Table:
+        found = self.sql("select coalesce(sum(n_prompt - n_shared + n_output), 0)::bigint as n from interactions")
+        n = found["n"][0].as_py()
+        if n > MAX_TOKENS:
+            raise BadSelection(
+                f"the table tokens would have {n:,} rows, more than {MAX_TOKENS:,}; read those of some interactions in "
+                "Python: book.sql(query, tokens=book.tokens(interaction_ids))"
+            )
+        return self.tokens()
 
     def tool_calls(self) -> pa.Table:
         """One row per tool call that a model made, columns in `relations.TOOL_CALLS`. Reads the log."""

@@ -4,6 +4,7 @@
 `tool_calls`: one row per tool call that a model made, with what came back.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from .expressions import serialize
 from .log import Log
 
 TOKENS = {
@@ -34,6 +36,28 @@ TOOL_CALLS = {
 }
 
 _BATCH = 4096
+_NAMED = re.compile(r"\b(tokens|tool_calls)\b", re.IGNORECASE)
+
+
+def named_relations(query: str) -> set[str]:
+    """Which of `tokens` and `tool_calls` a SELECT reads. A name that the query itself defines is its own."""
+    if not _NAMED.search(query):
+        return set()
+    read: set[str] = set()
+    own: set[str] = set()
+    parts: list[Any] = [serialize(query)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            if part.get("type") == "BASE_TABLE" and not part.get("schema_name"):
+                read.add(str(part["table_name"]).lower())
+            ctes = part.get("cte_map")
+            if isinstance(ctes, dict):
+                own.update(str(entry["key"]).lower() for entry in ctes.get("map", []))
+            parts += part.values()
+    return (read - own) & {"tokens", "tool_calls"}
 
 
 def read_tokens(log: Log, table: pa.Table) -> pa.Table:

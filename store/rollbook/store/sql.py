@@ -21,6 +21,9 @@ from .expressions import FORBIDDEN_FUNCTIONS, serialize
 from .schema import VIEWS, metadata
 from .views import Views
 
+ON_DEMAND = frozenset({"tokens", "tool_calls"})
+"""Tables of `relations.py`: they may be as large as the log."""
+
 TABLES = frozenset(metadata.tables) | {view.name for view in VIEWS}
 
 _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
@@ -97,6 +100,11 @@ def _check_source(kind: str, part: dict[str, Any], own: set[str]) -> None:
         name = str(part["table_name"])
         if part.get("schema_name") or part.get("catalog_name"):
             raise QueryRefused(f"{name!r} is named with a schema; use the documented tables by their plain names")
+        if name.lower() in ON_DEMAND - own:
+            raise QueryRefused(
+                f"{name!r} is read from the log, which a server does not do for a query; "
+                "ask book.sql in Python, or `rollbook sql`, beside the book"
+            )
         if name.lower() not in TABLES | own:
             raise QueryRefused(f"no table {name!r}; the tables are {', '.join(sorted(TABLES))}")
     if kind == "TABLE_FUNCTION":
