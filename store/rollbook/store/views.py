@@ -14,13 +14,13 @@ import fcntl
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from uuid import UUID
 
 import duckdb
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -28,8 +28,10 @@ import pyarrow.compute as pc
 
 from . import migrate
 from .errors import BookBusy
-from .events import KINDS, SCHEMA_VERSION, BatchTaken, BatchTrained, Fact, InteractionRecorded, TokensScored
+from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
+from .payloads import facts_query
+from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, place
 from .schema import PROJECTION, create_statements, metadata, view_statements
 from .upcasts import upcast
 
@@ -45,8 +47,9 @@ NARROW = (
 TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded"}
 """Kinds after which what `episodes` says of their episode is computed again."""
 
+_PIECE_ROWS = 256
+
 _log = logging.getLogger("rollbook.store")
-_json = msgspec.json.Encoder()
 
 
 class Views:
@@ -214,54 +217,18 @@ def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
         yield chunk
 
 
-class _Recorded(InteractionRecorded, frozen=True, kw_only=True):
-    """The same with its sampling settings left as JSON, which is what the table has."""
-
-    sampling: msgspec.Raw = msgspec.Raw(b"{}")  # type: ignore[assignment]
-
-
-class _Node(NamedTuple):
-    """What placing a node in its tree takes."""
-
-    parent: str | None
-    edge: str | None
-    n_output: int
-    version_min: int | None
-    version_max: int | None
-
-
-class _Place(NamedTuple):
-    """Where a node is in its tree; named as the columns."""
-
-    node: int
-    up_node: int | None
-    up: str | None
-    up_edge: str | None
-    depth: int
-    top: str
-    root: str
-    start: str
-    path_n: int
-    path_output: int
-    path_version_min: int | None
-    path_version_max: int | None
-
-
-class _Known(NamedTuple):
-    """A row of `interactions` as far as placing others takes it."""
-
-    node: _Node
-    place: _Place
-    is_leaf: bool
-    is_retried: bool
-    recorded_at: int  # us
-    event_id: bytes
-
-
 PLACE_COLUMNS = (
     "node", "up_node", "up_id", "up_edge", "depth", "top_id", "root_id", "start_id", "path_n", "path_output",
     "path_version_min", "path_version_max",
 )  # fmt: skip
+
+_FIELD_OF = {"n_prompt": "prompt_length", "n_shared": "shared"}
+_INTERACTION_COLUMNS = ", ".join(
+    f'"{_FIELD_OF.get(c.name, c.name)}" as "{c.name}"' for c in metadata.tables["interactions"].columns
+)
+
+_FACTS = {kind: facts_query(kind, "_rows") for kind in KINDS}
+"""SQL for the events of a kind that are staged as `_rows`: envelope and fact, a column each."""
 
 
 class _Projection:
@@ -280,6 +247,14 @@ class _Projection:
         yield
         for name in tables:  # not after an error: the transaction is lost, and the next table of that name replaces it
             self._con.unregister(name)
+
+    def _read(self, kind: str, rows: pa.Table) -> pa.Table:
+        """The events with the fields of their facts as columns; of a projection DuckDB keeps the order."""
+        with self._staged(_payloads=rows.select(["payload"])):
+            fields = self._con.sql(f"from {facts_query(kind, '_payloads')}").to_arrow_table().combine_chunks()
+        for name in fields.column_names:
+            rows = rows.append_column(name, fields[name])
+        return rows.drop_columns(["payload"])
 
     def apply(self, chunk: list[pa.RecordBatch]) -> None:
         fresh = self._fresh(pa.Table.from_batches([batch.select(NARROW) for batch in chunk]).combine_chunks())
@@ -302,10 +277,10 @@ class _Projection:
         ):
             rows = at.get(kind)
             if rows is not None and len(rows):
-                mine = fresh.take(pa.array(rows))
+                mine = _current(kind, fresh.take(pa.array(rows)))
                 if kind in TOUCHING:
                     self._touched.update(mine["episode_id"].unique().to_pylist())
-                project(mine, _facts(kind, mine), lists)
+                project(mine, lists)
         self._refresh_episodes()
 
     def _fresh(self, table: pa.Table) -> pa.Table:
@@ -350,14 +325,14 @@ class _Projection:
             )
         return table
 
-    def _runs(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
-        with self._staged(_new=_with(rows, name=[f.name for f in facts], config=[_text(f.config) for f in facts])):
-            self._con.execute("""
+    def _runs(self, rows: pa.Table, _: object) -> None:
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 merge into runs r using (
                     select run_id, min(recorded_at) as first_at, max(recorded_at) as last_at,
-                      arg_max({'name': name, 'config': config, 'event_id': event_id},
-                              {'at': recorded_at, 'id': event_id}) as last
-                    from _new group by run_id
+                      arg_max({{'name': name, 'config': config, 'event_id': event_id}},
+                              {{'at': recorded_at, 'id': event_id}}) as last
+                    from {_FACTS["RunStarted"]} group by run_id
                 ) n on r.run_id = n.run_id
                 when matched and (n.last_at, n.last.event_id) > (r.restarted_at, r.event_id) then update set
                     name = n.last.name, config = n.last.config, event_id = n.last.event_id,
@@ -367,21 +342,14 @@ class _Projection:
                     values (n.run_id, n.last.name, n.last.config, n.first_at, n.last_at, n.last.event_id)
             """)
 
-    def _policies(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
-        new = _with(
-            rows,
-            policy=[f.policy for f in facts],
-            version=pa.array([f.version for f in facts], pa.int32()),
-            path=[f.path for f in facts],
-            step=pa.array([f.step for f in facts], pa.int32()),
-        )
-        with self._staged(_new=new):
-            self._con.execute("""
+    def _policies(self, rows: pa.Table, _: object) -> None:
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 merge into policies p using (
                     select run_id, policy, version, max(recorded_at) as at,
-                      arg_max({'path': path, 'step': step, 'event_id': event_id},
-                              {'at': recorded_at, 'id': event_id}) as last
-                    from _new group by run_id, policy, version
+                      arg_max({{'path': path, 'step': step, 'event_id': event_id}},
+                              {{'at': recorded_at, 'id': event_id}}) as last
+                    from {_FACTS["PolicyPublished"]} group by run_id, policy, version
                 ) n on p.run_id = n.run_id and p.policy = n.policy and p.version = n.version
                 when matched and (n.at, n.last.event_id) > (p.published_at, p.event_id) then update set
                     path = n.last.path, step = n.last.step, published_at = n.at, event_id = n.last.event_id
@@ -389,37 +357,20 @@ class _Projection:
                     values (n.run_id, n.policy, n.version, n.last.path, n.last.step, n.at, n.last.event_id)
             """)
 
-    def _failures(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
-        new = _with(
-            rows,
-            error=[f.error for f in facts],
-            message=[f.message for f in facts],
-            status=pa.array([f.status for f in facts], pa.int32()),
-            dialect=[f.dialect for f in facts],
-        )
-        with self._staged(_new=new):
-            self._con.execute("""
+    def _failures(self, rows: pa.Table, _: object) -> None:
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 insert into failures by name
-                select run_id, episode_id, error, message, status, dialect, recorded_at as failed_at, event_id from _new
+                select run_id, episode_id, error, message, status, dialect, recorded_at as failed_at, event_id
+                from {_FACTS["InteractionFailed"]}
             """)
 
-    def _opened(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+    def _opened(self, rows: pa.Table, _: object) -> None:
         """Of several openings of one episode the first stands."""
-        new = _with(
-            rows,
-            task_id=[f.task_id for f in facts],
-            group_id=pa.array([f.group_id for f in facts], pa.string()),
-            attempt=pa.array([f.attempt for f in facts], pa.int32()),
-            is_eval=pa.array([f.is_eval for f in facts], pa.bool_()),
-            version=pa.array([f.version for f in facts], pa.int32()),
-            task=pa.array([None if f.task is None else _text(f.task) for f in facts], pa.string()),
-            key_sha256=pa.array([f.key_sha256 for f in facts], pa.string()),
-            origin_interaction_id=pa.array([f.origin_interaction_id for f in facts], pa.string()),
-        )
-        with self._staged(_new=new):
-            self._con.execute("""
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 merge into episodes e using (
-                    select * from _new
+                    select * from {_FACTS["EpisodeOpened"]}
                     qualify row_number() over (partition by episode_id order by recorded_at, event_id) = 1
                 ) n on e.episode_id = n.episode_id
                 when matched and (e.opened_by is null or (n.recorded_at, n.event_id) < (e.opened_at, e.opened_by))
@@ -433,13 +384,12 @@ class _Projection:
                     n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open', 0, 0, 0)
             """)
 
-    def _closed(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+    def _closed(self, rows: pa.Table, _: object) -> None:
         """Of several ends of one episode the last stands."""
-        new = _with(rows, state=[f.state for f in facts], reason=pa.array([f.reason for f in facts], pa.string()))
-        with self._staged(_new=new):
-            self._con.execute("""
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 merge into episodes e using (
-                    select * from _new
+                    select * from {_FACTS["EpisodeClosed"]}
                     qualify row_number() over (partition by episode_id order by recorded_at desc, event_id desc) = 1
                 ) n on e.episode_id = n.episode_id
                 when matched and (e.closed_by is null or (n.recorded_at, n.event_id) > (e.closed_at, e.closed_by))
@@ -451,126 +401,75 @@ class _Projection:
                   values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id, 0, 0, 0)
             """)
 
-    def _rewards(self, rows: pa.Table, facts: Sequence[Any], _: object) -> None:
+    def _rewards(self, rows: pa.Table, _: object) -> None:
+        given = self._read("RewardGiven", rows)
         # `episodes` has the reward of that name only.
-        episodes = rows["episode_id"].to_pylist()
-        self._touched.update(e for e, fact in zip(episodes, facts, strict=True) if fact.name == "reward")
-        new = _with(
-            rows,
-            start=pa.array([f.start for f in facts], pa.int32()),
-            end=pa.array([f.end for f in facts], pa.int32()),
-            name=[f.name for f in facts],
-            value=pa.array([f.value for f in facts], pa.float64()),
-            weight=pa.array([f.weight for f in facts], pa.float64()),
-            source=[f.source for f in facts],
-            details=pa.array([None if f.details is None else _text(f.details) for f in facts], pa.string()),
-        )
-        with self._staged(_new=new):
+        counted = given["episode_id"].filter(pc.equal(given["name"], "reward"))
+        self._touched.update(counted.unique().to_pylist())
+        with self._staged(_given=given):
             self._con.execute("""
                 insert into rewards by name
                 select event_id, run_id, episode_id, interaction_id, start, "end", name, value, weight, source, details,
                   recorded_at as given_at
-                from _new
+                from _given
             """)
 
-    def _interactions(self, rows: pa.Table, facts: Sequence[_Recorded], lists: "_Lists") -> None:
-        ids: list[str] = rows["interaction_id"].to_pylist()
-        # Of several events of one interaction the first recorded stands: its children were built on it.
-        chosen = dict(zip(ids, range(len(ids)), strict=True))
-        if len(chosen) < len(ids):
-            keys = _keys(rows)
-            for row, name in enumerate(ids):
-                if keys[row] < keys[chosen[name]]:
-                    chosen[name] = row
-        wanted = set(ids)
-        wanted.update(fact.parent_id for fact in facts if fact.parent_id is not None)
-        known = self._load("select id from _wanted", _wanted=pa.table({"id": pa.array(list(wanted), pa.string())}))
-        left: set[str] = set()  # former parents of rows that are replaced
-        replaced: list[str] = []
-        again = [name for name in chosen if name in known]
-        keys = _keys(rows) if again else []
-        for name in again:
-            one = known[name]
-            if keys[chosen[name]] < (one.recorded_at, one.event_id):
-                replaced.append(name)
-                if one.node.parent is not None:
-                    left.add(one.node.parent)
-            else:
-                del chosen[name]
-        if replaced:
-            with self._staged(_gone=pa.table({"id": replaced})):
-                gone = self._con.execute(
-                    "delete from interactions where interaction_id in (select id from _gone) returning episode_id"
-                ).fetchall()
-            self._touched.update(episode_id for (episode_id,) in gone)
-
-        taken = np.fromiter(chosen.values(), np.int64, len(chosen))
-        facts = [facts[row] for row in chosen.values()]
-        mine = rows.take(pa.array(taken))
-        at = mine["row"].to_numpy()
-        n_output = lists.lengths("versions", at)
-        version_min = lists.reduce(np.minimum, "versions", at, np.int32)
-        version_max = lists.reduce(np.maximum, "versions", at, np.int32)
-        parents = [fact.parent_id for fact in facts]
-        edges = [fact.edge for fact in facts]
-        sizes = (n_output.tolist(), version_min.to_pylist(), version_max.to_pylist())
-        nodes = dict(zip(chosen, map(_Node, parents, edges, *sizes), strict=True))
+    def _interactions(self, rows: pa.Table, lists: "_Lists") -> None:
+        rows = self._first_of_each(self._read("InteractionRecorded", rows))
+        known = self._load("select id from _wanted", _wanted=_names(rows["interaction_id"], rows["parent_id"]))
+        rows, replaced, left = self._without_later(rows, known)
+        ids = rows["interaction_id"]
+        at = rows["row"].to_numpy()
+        fresh = pa.table(
+            {
+                "interaction_id": ids,
+                "parent_id": rows["parent_id"],
+                "edge": rows["edge"],
+                "node": pa.array(np.arange(self.next_node, self.next_node + len(ids))),
+                "n_output": pa.array(lists.lengths("versions", at)),
+                "version_min": lists.reduce(np.minimum, "versions", at, np.int32),
+                "version_max": lists.reduce(np.maximum, "versions", at, np.int32),
+            }
+        )
+        self.next_node += len(ids)
 
         # Nodes that hang on what is only now here (or is now different) are placed again.
-        moved = self._descendants([name for name in chosen if name in self._waiting] + replaced)
-        nodes.update({name: one.node for name, one in moved.items() if name not in nodes})
+        come = [] if not self._waiting else _common(ids, self._waiting)
+        moved = _without(self._descendants([*come, *replaced]), ids)
+        nodes = pa.concat_tables([fresh, moved.select(fresh.column_names).cast(fresh.schema)]).combine_chunks()
         # A retry stands on what the repeated node stands on, which may be one step further up than `known` reaches.
-        repeated = {node.parent for node in nodes.values() if node.edge == "retries"}
-        further = {known[name].place.up for name in repeated if name in known} - known.keys() - nodes.keys() - {None}
-        if further:
-            known |= self._load(
-                "select id from _wanted", _wanted=pa.table({"id": pa.array(list(further), pa.string())})
+        above = _without(known, nodes["interaction_id"])
+        repeated = nodes["parent_id"].filter(pc.equal(nodes["edge"], "retries"))
+        if len(repeated):
+            further = above["up_id"].filter(pc.is_in(above["interaction_id"], repeated))
+            more = self._load("select id from _wanted", _wanted=_names(further))
+            above = pa.concat_tables(
+                [above, _without(more, _names(nodes["interaction_id"], above["interaction_id"])["id"])]
             )
-        numbers = dict(zip(chosen, range(self.next_node, self.next_node + len(chosen)), strict=True))
-        self.next_node += len(chosen)
-        numbers |= {name: one.place.node for name, one in moved.items() if name not in chosen}
-        places = _place(nodes, numbers, {name: one.place for name, one in known.items() if name not in nodes})
+        placed, parent = _place(nodes, above)
 
-        for name in chosen:
-            self._waiting.discard(name)
-        for node in nodes.values():
-            if node.parent is not None and node.parent not in nodes and node.parent not in known:
-                self._waiting.add(node.parent)
+        self._waiting.difference_update(come)
+        missing = nodes["parent_id"].filter(pa.array(parent < 0)).drop_null()
+        self._waiting.update(missing.to_pylist())
 
-        extended = {node.parent for node in nodes.values() if node.edge == "extends"}
-        retried = {node.parent for node in nodes.values() if node.edge == "retries"}
-        new = _with(
-            mine,
-            parent_id=pa.array(parents, pa.string()),
-            edge=pa.array(edges, pa.string()),
-            cause=pa.array([f.cause for f in facts], pa.string()),
-            version_min=version_min,
-            version_max=version_max,
-            n_prompt=pa.array([f.prompt_length for f in facts], pa.int32()),
-            n_shared=pa.array([f.shared for f in facts], pa.int32()),
-            n_output=pa.array(n_output, pa.int32()),
-            finish_reason=pa.array([f.finish_reason for f in facts], pa.string()),
-            model=[f.model for f in facts],
-            role=pa.array([f.role for f in facts], pa.string()),
-            dialect=[f.dialect for f in facts],
-            is_trainable=pa.array([f.is_trainable for f in facts], pa.bool_()),
-            capture=[f.capture for f in facts],
-            delivered=pa.array([f.delivered for f in facts], pa.int32()),
-            logprobs_mode=[f.logprobs_mode for f in facts],
-            sampling=pa.array([bytes(f.sampling) for f in facts], pa.binary()).cast(pa.string()),
-            mean_logprob=lists.mean("logprobs", at),
-            seconds=pa.array([f.seconds for f in facts], pa.float64()),
-            first_token_seconds=pa.array([f.first_token_seconds for f in facts], pa.float64()),
-            is_leaf=pa.array([name not in extended for name in chosen], pa.bool_()),
-            is_retried=pa.array([name in retried for name in chosen], pa.bool_()),
-            **_place_columns([places[name] for name in chosen]),
-        )
-        columns = ", ".join(f'"{c.name}"' for c in metadata.tables["interactions"].columns)
+        edge = _numbers(nodes["edge"], EDGES)
+        has_next, is_retried = np.zeros((2, nodes.num_rows + above.num_rows), bool)
+        has_next[parent[(parent >= 0) & (edge == EXTENDS)]] = True
+        is_retried[parent[(parent >= 0) & (edge == RETRIES)]] = True
+        n = len(ids)
+        new = rows
+        for name, column in (
+            *((name, fresh[name]) for name in ("n_output", "version_min", "version_max")),
+            *((name, column.slice(0, n)) for name, column in placed.items()),
+            ("mean_logprob", lists.mean("logprobs", at)),
+            ("is_leaf", pa.array(~has_next[:n])),
+            ("is_retried", pa.array(is_retried[:n])),
+        ):
+            new = new.append_column(name, column)
         with self._staged(_new=new):
-            self._con.execute(f"insert into interactions by name select {columns} from _new")
-        moved_names = [name for name in moved if name not in chosen]
-        if moved_names:
-            again = pa.table({"id": moved_names, **_place_columns([places[name] for name in moved_names])})
+            self._con.execute(f"insert into interactions by name select {_INTERACTION_COLUMNS} from _new")
+        if moved.num_rows:
+            again = pa.table({"id": moved["interaction_id"], **{c: a.slice(n) for c, a in placed.items()}})
             with self._staged(_moved=again):
                 sets = ", ".join(f"{column} = m.{column}" for column in PLACE_COLUMNS)
                 shifted = self._con.execute(
@@ -578,38 +477,73 @@ class _Projection:
                 ).fetchall()
             self._touched.update(episode_id for (episode_id,) in shifted)
         # Normally a parent that was a leaf is none any more; a replaced or late node may also undo or bring such facts.
-        changed = {name for name in extended if name in known and known[name].is_leaf}
-        changed |= {name for name in retried if name in known and not known[name].is_retried}
-        changed |= left
-        if changed:
-            with self._staged(_changed=pa.table({"id": pa.array(list(changed), pa.string())})):
+        stored = pa.concat_tables([moved, above])
+        was_leaf, was_retried = (stored[name].to_numpy() for name in ("is_leaf", "is_retried"))
+        changed = (has_next[n:] & was_leaf) | (is_retried[n:] & ~was_retried)
+        wrong = [*stored["interaction_id"].filter(pa.array(changed)).to_pylist(), *left]
+        if wrong:
+            with self._staged(_changed=pa.table({"id": pa.array(wrong, pa.string())})):
                 flagged = self._con.execute("""
                     update interactions i set is_leaf = not k.is_extended, is_retried = k.is_retried
                     from (
                         select t.id, coalesce(bool_or(c.edge = 'extends'), false) as is_extended,
                           coalesce(bool_or(c.edge = 'retries'), false) as is_retried
-                        from _changed t left join interactions c on c.parent_id = t.id group by t.id
+                        from (select distinct id from _changed) t left join interactions c on c.parent_id = t.id
+                        group by t.id
                     ) k where i.interaction_id = k.id returning i.episode_id
                 """).fetchall()
             self._touched.update(episode_id for (episode_id,) in flagged)
 
-    def _load(self, ids: str, **tables: pa.Table) -> dict[str, _Known]:
-        """Rows of `interactions` by a query for their ids."""
-        with self._staged(**tables):
-            found = self._con.execute(f"""
-                select interaction_id, parent_id, edge, n_output, version_min, version_max,
-                  {", ".join(PLACE_COLUMNS)},
-                  is_leaf, is_retried, epoch_us(recorded_at), event_id
-                from interactions where interaction_id in ({ids})
-            """).fetchall()
-        return {
-            row[0]: _Known(_Node(*row[1:6]), _Place(*row[6:-4]), row[-4], row[-3], row[-2], row[-1].bytes)
-            for row in found
-        }
+    def _first_of_each(self, rows: pa.Table) -> pa.Table:
+        """Of several events of one interaction the first recorded stands: its children were built on it."""
+        ids = rows["interaction_id"].combine_chunks()
+        if len(ids.unique()) == len(ids):
+            return rows
+        keys = _keys(rows)
+        chosen: dict[str, int] = {}
+        for row, name in enumerate(ids.to_pylist()):
+            if name not in chosen or keys[row] < keys[chosen[name]]:
+                chosen[name] = row
+        return rows.take(pa.array(list(chosen.values()), pa.int64()))
 
-    def _descendants(self, ids: list[str]) -> dict[str, _Known]:
+    def _without_later(self, rows: pa.Table, known: pa.Table) -> tuple[pa.Table, list[str], set[str]]:
+        """The rows that stand against those the table has, which of these they replace, and the former parents."""
+        again = known.filter(pc.is_in(known["interaction_id"], rows["interaction_id"]))
+        if not again.num_rows:
+            return rows, [], set()
+        keys = _keys(rows)
+        row_of = {name: row for row, name in enumerate(rows["interaction_id"].to_pylist())}
+        replaced: list[str] = []
+        left: set[str] = set()
+        dropped: set[int] = set()
+        for old, key in zip(again.select(["interaction_id", "parent_id"]).to_pylist(), _keys(again), strict=True):
+            row = row_of[old["interaction_id"]]
+            if keys[row] < key:
+                replaced.append(old["interaction_id"])
+                if old["parent_id"] is not None:
+                    left.add(old["parent_id"])
+            else:
+                dropped.add(row)
+        if replaced:
+            with self._staged(_gone=pa.table({"id": replaced})):
+                gone = self._con.execute(
+                    "delete from interactions where interaction_id in (select id from _gone) returning episode_id"
+                ).fetchall()
+            self._touched.update(episode_id for (episode_id,) in gone)
+        return rows.take(pa.array([r for r in range(rows.num_rows) if r not in dropped], pa.int64())), replaced, left
+
+    def _load(self, ids: str, **tables: pa.Table) -> pa.Table:
+        """Rows of `interactions`, as far as placing others takes them, by a query for their ids."""
+        with self._staged(**tables):
+            return self._con.sql(f"""
+                select interaction_id, parent_id, edge, n_output, version_min, version_max,
+                  {", ".join(PLACE_COLUMNS)}, is_leaf, is_retried, recorded_at, event_id
+                from interactions where interaction_id in ({ids})
+            """).to_arrow_table()
+
+    def _descendants(self, ids: list[str]) -> pa.Table:
         if not ids:
-            return {}
+            return self._load("select null")
         return self._load(
             """
             with recursive under(id) as (
@@ -621,58 +555,44 @@ class _Projection:
             _above=pa.table({"id": pa.array(ids, pa.string())}),
         )
 
-    def _taken(self, rows: pa.Table, facts: Sequence[BatchTaken], _: object) -> None:
+    def _taken(self, rows: pa.Table, _: object) -> None:
         """Of several events of one batch the first stands."""
-        keys = _keys(rows)
+        new = self._read("BatchTaken", rows)
+        keys = _keys(new)
         chosen: dict[str, int] = {}
-        for row, fact in enumerate(facts):
-            if fact.batch_id not in chosen or keys[row] < keys[chosen[fact.batch_id]]:
-                chosen[fact.batch_id] = row
+        for row, batch_id in enumerate(new["batch_id"].to_pylist()):
+            if batch_id not in chosen or keys[row] < keys[chosen[batch_id]]:
+                chosen[batch_id] = row
         with self._staged(_wanted=pa.table({"id": list(chosen)})):
             known = self._con.execute("""
                 select batch_id, epoch_us(taken_at), taken_by from batches
                 where batch_id in (select id from _wanted) and taken_by is not null
             """).fetchall()
         for batch_id, at, taken_by in known:
-            if keys[chosen[batch_id]] < (at, taken_by.bytes):
+            if keys[chosen[batch_id]] < (at, taken_by):
                 self._touch_members("select interaction_id from batch_rows where batch_id = ?", [batch_id])
                 self._con.execute("delete from batch_rows where batch_id = ?", [batch_id])
             else:
                 del chosen[batch_id]
         if not chosen:
             return
-        facts = [facts[row] for row in chosen.values()]
-        new = _with(
-            rows.take(pa.array(list(chosen.values()), pa.int64())),
-            batch_id=[f.batch_id for f in facts],
-            step=pa.array([f.step for f in facts], pa.int32()),
-            version=pa.array([f.version for f in facts], pa.int32()),
-            n_rows=pa.array([len(f.rows) for f in facts], pa.int32()),
-            selection=[_text(f.selection) for f in facts],
-            discarded=[_text(f.discarded) for f in facts],
-        )
-        members = pa.table(
-            {
-                "batch_id": pa.array([f.batch_id for f in facts for _ in f.rows], pa.string()),
-                "interaction_id": pa.array([r.interaction_id for f in facts for r in f.rows], pa.string()),
-                "credit": pa.array([r.credit for f in facts for r in f.rows], pa.float64()),
-                "advantage": pa.array([r.advantage for f in facts for r in f.rows], pa.float64()),
-                "weight": pa.array([r.weight for f in facts for r in f.rows], pa.float64()),
-            }
-        )
-        with self._staged(_new=new, _members=members):
+        with self._staged(_new=new.take(pa.array(list(chosen.values()), pa.int64()))):
             self._con.execute("""
                 merge into batches b using _new n on b.batch_id = n.batch_id
                 when matched then update set run_id = n.run_id, step = n.step, version = n.version,
-                    taken_at = n.recorded_at, n_rows = n.n_rows, selection = n.selection, discarded = n.discarded,
+                    taken_at = n.recorded_at, n_rows = len(n.rows), selection = n.selection, discarded = n.discarded,
                     taken_by = n.event_id
                 when not matched then insert (batch_id, run_id, step, version, taken_at, n_rows, selection, discarded,
                     taken_by)
-                  values (n.batch_id, n.run_id, n.step, n.version, n.recorded_at, n.n_rows, n.selection, n.discarded,
+                  values (n.batch_id, n.run_id, n.step, n.version, n.recorded_at, len(n.rows), n.selection, n.discarded,
                     n.event_id)
             """)
-            self._con.execute("insert into batch_rows by name select * from _members")
-            self._touch_members("select interaction_id from _members", [])
+            members = (
+                "select batch_id, r.interaction_id, r.credit, r.advantage, coalesce(r.weight, 1.0) as weight "
+                "from (select batch_id, unnest(rows) as r from _new)"
+            )
+            self._con.execute(f"insert into batch_rows by name {members}")
+            self._touch_members(f"select interaction_id from ({members})", [])
 
     def _touch_members(self, ids: str, params: list[str]) -> None:
         found = self._con.execute(
@@ -680,18 +600,12 @@ class _Projection:
         ).fetchall()
         self._touched.update(episode_id for (episode_id,) in found)
 
-    def _trained(self, rows: pa.Table, facts: Sequence[BatchTrained], _: object) -> None:
+    def _trained(self, rows: pa.Table, _: object) -> None:
         """Of several trainings of one batch the last stands: a restart trains it again."""
-        new = _with(
-            rows,
-            batch_id=[f.batch_id for f in facts],
-            step=pa.array([f.step for f in facts], pa.int32()),
-            metrics=[_text(f.metrics) for f in facts],
-        )
-        with self._staged(_new=new):
-            self._con.execute("""
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
                 merge into batches b using (
-                    select * from _new
+                    select * from {_FACTS["BatchTrained"]}
                     qualify row_number() over (partition by batch_id order by recorded_at desc, event_id desc) = 1
                 ) n on b.batch_id = n.batch_id
                 when matched and (b.trained_by is null or (n.recorded_at, n.event_id) > (b.trained_at, b.trained_by))
@@ -702,22 +616,15 @@ class _Projection:
                   values (n.batch_id, n.run_id, n.step, n.recorded_at, n.metrics, n.event_id)
             """)
 
-    def _scored(self, rows: pa.Table, facts: Sequence[TokensScored], lists: "_Lists") -> None:
+    def _scored(self, rows: pa.Table, lists: "_Lists") -> None:
         at = rows["row"].to_numpy()
-        new = _with(
-            rows,
-            version=pa.array([f.version for f in facts], pa.int32()),
-            scorer=[f.scorer for f in facts],
-            batch_id=pa.array([f.batch_id for f in facts], pa.string()),
-            mean_logprob=lists.mean("logprobs", at),
-            mean_entropy=lists.mean("entropies", at),
-        )
-        with self._staged(_new=new):
-            self._con.execute("""
+        rows = rows.append_column("mean_logprob", lists.mean("logprobs", at))
+        with self._staged(_rows=rows.append_column("mean_entropy", lists.mean("entropies", at))):
+            self._con.execute(f"""
                 insert into scored by name
                 select interaction_id, run_id, version, scorer, batch_id, mean_logprob, mean_entropy,
                   recorded_at as scored_at, writer, position, event_id
-                from _new
+                from {_FACTS["TokensScored"]}
             """)
 
     def _refresh_episodes(self) -> None:
@@ -777,170 +684,149 @@ class _Projection:
             """)
 
 
-def _place(nodes: dict[str, _Node], numbers: dict[str, int], above: dict[str, _Place]) -> dict[str, _Place]:
-    """Where nodes are in their trees. numbers: of the nodes; above: nodes placed already that may be their parents.
+def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index]:
+    """The place columns of nodes, and the parent of each as a place in nodes, then above; -1 where it is not known.
 
-    A node whose parent is not known (yet) stands as a root; so does the smallest id of a circle of parents.
+    above: rows that are placed already and may be their parents.
     """
-    places = dict(above)
-    for first, node in nodes.items():
-        if first in places:
-            continue
-        if node.parent is None:
-            places[first] = _below(first, numbers[first], node, None, places)
-            continue
-        up = places.get(node.parent)
-        if up is not None:  # as the events of one writer come, always
-            low, high = node.version_min, node.version_max
-            low_up, high_up = up.path_version_min, up.path_version_max
-            if node.edge == "extends" and low is not None and high is not None and low_up is not None:
-                places[first] = _Place(
-                    numbers[first], up.node, node.parent, "extends", up.depth + 1, up.top, up.root, up.start,
-                    up.path_n + 1, up.path_output + node.n_output, low if low < low_up else low_up,
-                    high if high_up is None or high > high_up else high_up,
-                )  # fmt: skip
-            else:
-                places[first] = _below(first, numbers[first], node, node.parent, places)
-            continue
-        stack = [first]
-        on_stack = {first}
-        while stack:
-            name = stack[-1]
-            if name in places:
-                stack.pop()
-                on_stack.discard(name)
-                continue
-            node = nodes[name]
-            parent = node.parent
-            if parent is not None and parent not in places and parent in nodes:
-                if parent not in on_stack:
-                    stack.append(parent)
-                    on_stack.add(parent)
-                    continue
-                circle = stack[stack.index(parent) :]
-                name = min(circle)
-                node = nodes[name]
-                parent = None
-            places[name] = _below(name, numbers[name], node, None if parent not in places else parent, places)
-    return places
-
-
-def _below(name: str, number: int, node: _Node, parent: str | None, places: dict[str, _Place]) -> _Place:
-    own = (node.n_output, node.version_min, node.version_max)
-    edge = node.edge
-    if parent is not None and edge == "retries":
-        # It stands beside the node that it repeats, on what that one stands on.
-        repeated = places[parent]
-        parent, edge = repeated.up, repeated.up_edge
-    if parent is None:
-        return _Place(number, None, None, None, 0, name, name, name, 1, *own)
-    up = places[parent]
-    root = name if edge == "compacts" else up.root
-    if edge != "extends":
-        return _Place(number, up.node, parent, edge, up.depth + 1, up.top, root, name, 1, *own)
-    return _Place(
-        number,
-        up.node,
+    ids = nodes["interaction_id"].combine_chunks()
+    pool = pa.concat_arrays([ids, above["interaction_id"].combine_chunks()])
+    parent = _numbers(nodes["parent_id"], pool)
+    edge = _numbers(nodes["edge"], EDGES)
+    places = place(
+        ids,
         parent,
         edge,
-        up.depth + 1,
-        up.top,
-        root,
-        up.start,
-        up.path_n + 1,
-        up.path_output + node.n_output,
-        _least(up.path_version_min, node.version_min),
-        _most(up.path_version_max, node.version_max),
+        _filled(nodes["n_output"], 0),
+        _filled(nodes["version_min"], NO_MIN),
+        _filled(nodes["version_max"], NO_MAX),
+        Above(
+            up=_numbers(above["up_id"], pool),
+            up_edge=_numbers(above["up_edge"], EDGES),
+            depth=_filled(above["depth"], 0),
+            path_n=_filled(above["path_n"], 0),
+            path_output=_filled(above["path_output"], 0),
+            path_version_min=_filled(above["path_version_min"], NO_MIN),
+            path_version_max=_filled(above["path_version_max"], NO_MAX),
+        ),
     )
-
-
-def _least(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else min(a, b)
-
-
-def _most(a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else max(a, b)
-
-
-def _place_columns(places: Sequence[_Place]) -> dict[str, pa.Array]:
-    kinds = (
-        pa.int64(), pa.int64(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.string(), pa.string(), pa.int32(),
-        pa.int64(), pa.int32(), pa.int32(),
-    )  # fmt: skip
-    return {
-        name: pa.array([place[i] for place in places], kind)
-        for i, (name, kind) in enumerate(zip(PLACE_COLUMNS, kinds, strict=True))
+    number = np.concatenate([_filled(nodes["node"], -1), _filled(above["node"], -1)])
+    names = pa.concat_arrays([pool, *(above[name].combine_chunks() for name in ("top_id", "root_id", "start_id"))])
+    is_top = places.up < 0
+    up = pa.array(places.up, mask=is_top)
+    columns = {
+        "node": pa.array(number[: len(ids)]),
+        "up_node": pa.array(number[places.up], mask=is_top),
+        "up_id": names.take(up),
+        "up_edge": EDGES.take(pa.array(places.up_edge, mask=places.up_edge < 0)),
+        "depth": pa.array(places.depth),
+        "top_id": names.take(pa.array(places.top)),
+        "root_id": names.take(pa.array(places.root)),
+        "start_id": names.take(pa.array(places.start)),
+        "path_n": pa.array(places.path_n),
+        "path_output": pa.array(places.path_output),
+        "path_version_min": pa.array(places.path_version_min, mask=places.path_version_min == NO_MIN),
+        "path_version_max": pa.array(places.path_version_max, mask=places.path_version_max == NO_MAX),
     }
+    return columns, parent
 
 
-_many: dict[str, msgspec.json.Decoder[list[Fact]]] = {
-    name: msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
-    for name, kind in {**KINDS, "InteractionRecorded": _Recorded}.items()
-}
+def _numbers(values: pa.ChunkedArray, of: pa.Array) -> Index:
+    """Where each value is in `of`; -1 for none."""
+    found: Index = pc.fill_null(pc.index_in(values, of, skip_nulls=True), -1).to_numpy().astype(np.int64)
+    return found
 
 
-def _keys(rows: pa.Table) -> list[tuple[int, bytes]]:
+def _filled(values: pa.ChunkedArray, missing: int) -> Index:
+    filled: Index = pc.fill_null(values, missing).to_numpy().astype(np.int64)
+    return filled
+
+
+def _names(*columns: pa.ChunkedArray) -> pa.Table:
+    """A table of the ids in these columns."""
+    return pa.table({"id": pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.string())})
+
+
+def _without(rows: pa.Table, ids: pa.ChunkedArray) -> pa.Table:
+    """Rows of `interactions` but those of these ids."""
+    if not rows.num_rows:
+        return rows
+    return rows.filter(pc.invert(pc.is_in(rows["interaction_id"], ids.combine_chunks())))
+
+
+def _common(ids: pa.ChunkedArray, names: set[str]) -> list[str]:
+    found: list[str] = ids.filter(pc.is_in(ids, pa.array(list(names), pa.string()))).to_pylist()
+    return found
+
+
+def _keys(rows: pa.Table) -> list[tuple[int, UUID]]:
     """(recorded_at, event_id): the order of events that speak of one thing."""
-    ids = pa.chunked_array([chunk.storage for chunk in rows["event_id"].chunks], pa.binary(16))
-    return list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), ids.to_pylist(), strict=True))
+    ids = (one if isinstance(one, UUID) else UUID(one) for one in rows["event_id"].to_pylist())
+    return list(zip(rows["recorded_at"].cast(pa.int64()).to_pylist(), ids, strict=True))
 
 
-def _facts(kind: str, rows: pa.Table) -> list[Any]:
+def _current(kind: str, rows: pa.Table) -> pa.Table:
+    """The events with payloads of today's shape."""
+    if not pc.any(pc.not_equal(rows["schema_version"], SCHEMA_VERSION)).as_py():
+        return rows
+    versions = rows["schema_version"].to_pylist()
     payloads = rows["payload"].cast(pa.binary()).to_pylist()
-    if pc.any(pc.not_equal(rows["schema_version"], SCHEMA_VERSION)).as_py():
-        versions = rows["schema_version"].to_pylist()
-        payloads = [upcast(kind, version, payload) for version, payload in zip(versions, payloads, strict=True)]
-    return _many[kind].decode(b"[" + b",".join(payloads) + b"]")
-
-
-def _text(value: Any) -> str:
-    return _json.encode(value).decode()
+    now = [upcast(kind, version, payload) for version, payload in zip(versions, payloads, strict=True)]
+    column = pa.array(now, pa.binary()).cast(pa.string())
+    return rows.set_column(rows.column_names.index("payload"), "payload", column)
 
 
 def _uuids(column: pa.ChunkedArray) -> pa.Array:
     return pa.ExtensionArray.from_storage(pa.uuid(), column.combine_chunks())
 
 
-def _with(rows: pa.Table, **columns: Any) -> pa.Table:
-    for name, values in columns.items():
-        rows = rows.append_column(name, values if isinstance(values, pa.Array) else pa.array(values, pa.string()))
-    return rows
-
-
 class _Lists:
-    """The list columns of a chunk, each put together once and never picked apart by row."""
+    """The list columns of a chunk, never picked apart by row."""
 
     def __init__(self, chunk: list[pa.RecordBatch]) -> None:
-        self._chunk = chunk
-        self._flat: dict[str, tuple[npt.NDArray[Any], npt.NDArray[np.int64]]] = {}
+        self._pieces: list[list[pa.RecordBatch]] = []
+        """Small batches go together; the lists of large ones are not copied: a chunk may be hundreds of megabytes."""
+        rows = _PIECE_ROWS
+        for batch in chunk:
+            if rows >= _PIECE_ROWS:
+                self._pieces.append([])
+                rows = 0
+            self._pieces[-1].append(batch)
+            rows += batch.num_rows
+        self._flat: dict[str, list[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]] = {}
 
-    def flat(self, name: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """All values of a column, and [n + 1] offsets into them."""
+    def _columns(self, name: str) -> list[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+        """By piece: all values of a column, and [n + 1] offsets into them."""
         if name not in self._flat:
-            column = pa.chunked_array([batch.column(name) for batch in self._chunk]).combine_chunks()
-            lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
-            offsets = np.zeros(len(lengths) + 1, np.int64)
-            np.cumsum(lengths, out=offsets[1:])
-            self._flat[name] = (column.flatten().to_numpy(), offsets)
+            found = self._flat[name] = []
+            for piece in self._pieces:
+                column = pa.concat_arrays([b.column(name) for b in piece]) if len(piece) > 1 else piece[0].column(name)
+                lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy()
+                offsets = np.zeros(len(lengths) + 1, np.int64)
+                np.cumsum(lengths, out=offsets[1:])
+                found.append((column.flatten().to_numpy(), offsets))
         return self._flat[name]
 
     def lengths(self, name: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return np.diff(self.flat(name)[1])[rows]
+        return np.concatenate([np.diff(offsets) for _, offsets in self._columns(name)])[rows]
 
     def reduce(self, how: np.ufunc, name: str, rows: npt.NDArray[np.int64], dtype: Any) -> pa.Array:
         """The ufunc over each row's values; null where it has none."""
-        values, offsets = self.flat(name)
-        lengths = np.diff(offsets)
-        full = np.flatnonzero(lengths)
-        reduced = np.zeros(len(lengths), dtype)
-        if len(full) and how is not np.add and values.min() == values.max():  # one version: nothing to look for
-            reduced[full] = values[0]
-            full = full[:0]
-        for at in range(0, len(full), 256):  # blocks that stay in the cache where the type is widened
-            rows_here = full[at : at + 256]
-            first, last = offsets[rows_here[0]], offsets[rows_here[-1] + 1]
-            reduced[rows_here] = how.reduceat(values[first:last].astype(dtype, copy=False), offsets[rows_here] - first)
-        return pa.array(reduced[rows], mask=lengths[rows] == 0)
+        parts = []
+        for values, offsets in self._columns(name):
+            lengths = np.diff(offsets)
+            full = np.flatnonzero(lengths)
+            reduced = np.zeros(len(lengths), dtype)
+            if len(full) and how is not np.add and values.min() == values.max():  # one version: nothing to look for
+                reduced[full] = values[0]
+                full = full[:0]
+            for at in range(0, len(full), 256):  # blocks that stay in the cache where the type is widened
+                rows_here = full[at : at + 256]
+                first, last = offsets[rows_here[0]], offsets[rows_here[-1] + 1]
+                block = values[first:last].astype(dtype, copy=False)
+                reduced[rows_here] = how.reduceat(block, offsets[rows_here] - first)
+            parts.append(reduced)
+        return pa.array(np.concatenate(parts)[rows], mask=self.lengths(name, rows) == 0)
 
     def mean(self, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
         """The mean of each row's values; null where it has none."""

@@ -1,0 +1,138 @@
+"""Where nodes stand in their trees: depth, top, root, start of the trajectory and what lies from there to the node.
+
+All nodes of a chunk at once, by jumps that double: after k rounds every node knows what lies 2^k nodes above it, so
+a conversation of 10,000 turns takes 14 rounds, and none of them is a loop in Python.
+
+A node whose parent is not known (yet) stands as a root, and so does the node with the smallest id of a circle of
+parents. A retry stands beside the node that it repeats, on what that one stands on.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Index = npt.NDArray[np.int64]
+
+EDGES = pa.array(["extends", "rerendered", "compacts", "retries"])
+"""An edge as a number is its place here; -1 for none."""
+
+EXTENDS, COMPACTS, RETRIES = 0, 2, 3
+
+NO_MIN, NO_MAX = 2**31 - 1, -(2**31)
+"""Of a node without sampled tokens: its oldest and newest version."""
+
+
+@dataclass(frozen=True)
+class Above:
+    """[M] Nodes that are placed already and may be parents. up: as `Places.up`; the rest as the columns."""
+
+    up: Index
+    up_edge: Index
+    depth: Index
+    path_n: Index
+    path_output: Index
+    path_version_min: Index
+    path_version_max: Index
+
+
+@dataclass(frozen=True)
+class Places:
+    """[N] Where each node is. up, top, root, start: which node; -1 for none.
+
+    top, root and start may be those of a node above: N + M + m for top, N + 2 M + m for root, N + 3 M + m for start of
+    the m-th of them.
+    """
+
+    up: Index
+    up_edge: Index
+    depth: Index
+    top: Index
+    root: Index
+    start: Index
+    path_n: Index
+    path_output: Index
+    path_version_min: Index
+    path_version_max: Index
+
+
+def place(
+    ids: pa.Array, parent: Index, edge: Index, n_output: Index, version_min: Index, version_max: Index, above: Above
+) -> Places:
+    """Place N nodes. parent: [N] which node, n + m for the m-th node above, -1 for none; ids: of the nodes."""
+    n, m = len(parent), len(above.depth)
+    parent = _without_circles(ids, parent)
+    own = np.arange(n + m)
+    # A retry repeats a node, which may itself be a retry.
+    repeated = own.copy()
+    is_retry = np.flatnonzero((edge == RETRIES) & (parent >= 0))
+    repeated[is_retry] = parent[is_retry]
+    (repeated,) = _ends(repeated)
+    up = np.concatenate([parent, above.up])[repeated[:n]]
+    up_edge = np.where(up >= 0, np.concatenate([edge, above.up_edge])[repeated[:n]], -1)
+
+    def links(condition: npt.NDArray[np.bool_]) -> Index:
+        link = own.copy()
+        link[:n] = np.where(condition, up, own[:n])
+        return link
+
+    # What stands above is where a way ends: what it says holds for all below.
+    top, hops = _ends(links(up >= 0), np.ones(n + m, np.int64))
+    depth = hops[:n] + np.concatenate([np.zeros(n, np.int64), above.depth])[top[:n]]
+    (root,) = _ends(links((up >= 0) & (up_edge != COMPACTS)))
+    link = links((up >= 0) & (up_edge == EXTENDS))
+    start, n_path, output = _ends(link, np.ones(n + m, np.int64), np.concatenate([n_output, above.path_output]))
+    version_min = _over(np.minimum, link, np.concatenate([version_min, above.path_version_min]))
+    version_max = _over(np.maximum, link, np.concatenate([version_max, above.path_version_max]))
+    top, root, start = top[:n], root[:n], start[:n]
+    return Places(
+        up=up,
+        up_edge=up_edge,
+        depth=depth,
+        top=np.where(top >= n, top + m, top),
+        root=np.where(root >= n, root + 2 * m, root),
+        start=np.where(start >= n, start + 3 * m, start),
+        path_n=n_path[:n] + np.concatenate([np.ones(n, np.int64), above.path_n])[start],
+        path_output=output[:n] + np.concatenate([n_output, above.path_output])[start],
+        path_version_min=version_min[:n],
+        path_version_max=version_max[:n],
+    )
+
+
+def _ends(link: Index, *amounts: Index) -> tuple[Index, ...]:
+    """Where each way along `link` ends (there it leads to itself), and the amounts on the way, the end's left out."""
+    sums = [np.where(link == np.arange(len(link)), 0, amount) for amount in amounts]
+    while not np.array_equal(further := link[link], link):
+        sums = [total + total[link] for total in sums]
+        link = further
+    return link, *sums
+
+
+def _over(how: np.ufunc, link: Index, values: Index) -> Index:
+    """`how` (minimum or maximum) over each way along `link`, its end with it."""
+    while True:
+        values = how(values, values[link])
+        if np.array_equal(further := link[link], link):
+            return values
+        link = further
+
+
+def _without_circles(ids: pa.Array, parent: Index) -> Index:
+    n = len(parent)
+    if (np.where(parent < n, parent, -1) < np.arange(n)).all():  # as the events of one writer come, always
+        return parent
+    jump = np.append(np.where((parent >= 0) & (parent < n), parent, n), n)
+    for _ in range(n.bit_length()):
+        jump = jump[jump]
+    inside = set(jump[jump < n].tolist())  # whoever has not come to an end after n jumps is in a circle
+    if not inside:
+        return parent
+    parent = parent.copy()
+    while inside:
+        circle = [inside.pop()]
+        while (after := int(parent[circle[-1]])) != circle[0]:
+            circle.append(after)
+        inside.difference_update(circle)
+        parent[min(circle, key=lambda node: str(ids[node]))] = -1
+    return parent
