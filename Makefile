@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sdks test-vllm web check lint unit clean
+.PHONY: help demo test test-sdks test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +58,14 @@ $(VLLM_VENV)/vllm.stamp:
 
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp  ## the engine contract against a real vLLM on this CPU (minutes, 3.5 GB)
 	ROLLBOOK_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -s tests/proxy/vllm_real.py
+
+app/web/node_modules/axe-core: app/web/package-lock.json
+	cd app/web && npm ci --ignore-scripts
+	@touch $@
+
+test-web: $(VENV)/dev.stamp app/web/node_modules/axe-core  ## the web page in a headless Chromium of this machine, by real clicks; axe-core
+	$(BIN)/pip install --quiet 'playwright>=1.60,<2'
+	$(BIN)/python -m pytest tests/web/check_browser.py
 
 web:  ## build again what the web page takes from npm (Node); the page itself needs no build
 	cd app/web && npm ci --ignore-scripts && npm run build

@@ -26,7 +26,8 @@ PAGES = {
 
 
 READY = """at => location.hash === at && document.querySelector('h1') !== null
-    && !/Reading the book|tokens…|Asking/.test(document.body.innerText)"""
+    && !/Reading the book|Asking/.test(document.body.innerText)
+    && (!at.startsWith('#/episode') || document.querySelector('.tokens') !== null)"""
 
 
 async def take(folder: Path) -> None:

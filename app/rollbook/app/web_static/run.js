@@ -117,8 +117,7 @@ function Episodes({ run, params }) {
     ${
       chosen.length > 0 &&
       html`<p class="chips">${chosen.map(
-        (name) => html`<a class="chip" href=${address(["run", run, "episodes"], { ...params, [name]: undefined, offset: undefined })}
-          aria-label=${`remove the filter ${name}`}>${name === "is_eval" ? (params.is_eval === "true" ? "evaluation" : "training") : `${name} ${params[name]}`} ×</a>`,
+        (name) => html`<a class="chip" href=${address(["run", run, "episodes"], { ...params, [name]: undefined, offset: undefined })} title="Remove this filter">${name === "is_eval" ? (params.is_eval === "true" ? "evaluation" : "training") : `${name} ${params[name]}`} ×</a>`,
       )}</p>`
     }
     <${List} path="episodes" noun="episodes" columns=${EPISODE_COLUMNS} params=${params}
