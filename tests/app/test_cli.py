@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pytest
 
@@ -304,3 +305,24 @@ def test_a_missing_extra_names_what_to_install(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "pip install 'rollbook[serve]'" in done.stderr
+
+
+def test_tables_of_a_newer_version_are_computed_again_with_one_sentence(book_path: Path) -> None:
+    with duckdb.connect(str(book_path / "views.duckdb")) as con:
+        con.execute("update alembic_version set version_num = '9999'")
+    ask = [sys.executable, "-m", "rollbook.app.cli", "sql", str(book_path), "from tokens limit 1", "--format", "csv"]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=True)
+    assert asked.stdout.startswith("interaction_id,place,token_id")
+    (line,) = asked.stderr.splitlines()
+    assert line.endswith("has tables of revision 9999, which this version does not know; computing them again")
+
+
+def test_a_book_of_a_newer_format_is_refused_with_one_sentence(
+    book_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (book_path / "book.json").write_text('{"format": 99, "created_by": "rollbook 9.0"}')
+    status, printed = said(capsys, "sql", str(book_path), "from episodes")
+    assert status == 1
+    assert printed.startswith("rollbook: ")
+    assert "99" in printed
+    assert "Traceback" not in printed
