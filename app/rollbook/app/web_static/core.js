@@ -1,6 +1,6 @@
 // What every part of the page stands on: the key, questions to the server, addresses, and how values read.
 // Nothing here or elsewhere makes HTML out of data: text is set as text.
-import { html, useEffect, useState } from "./vendor/vendor.js";
+import { html, useEffect, useRef, useState } from "./vendor/vendor.js";
 
 // ---- The key. It comes in the fragment, which no server sees, and stays in this tab; other tabs may ask for it.
 
@@ -196,15 +196,17 @@ export function useTitle(title) {
 
 // Keys that a page answers to, unless something is being typed.
 export function useKeys(keys) {
+  const latest = useRef(keys);
+  latest.current = keys;
   useEffect(() => {
     const press = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) return;
-      if (keys[event.key]) {
+      if (latest.current[event.key]) {
         event.preventDefault();
-        keys[event.key]();
+        latest.current[event.key]();
       }
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
-  });
+  }, []);
 }

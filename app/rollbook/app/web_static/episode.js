@@ -200,17 +200,19 @@ export function EpisodePage({ id, params }) {
   const answer = useAnswer("episode", { id, scheme: params.scheme });
   const colouring = params.colour ?? "probability";
   const [at, setAt] = useState(null);
+  const place = useRef(null); // the same as `at`, but already moved when keys come faster than pictures
   const to = (given) => address(["episode", id], { ...params, ...given });
   const nodes = useMemo(() => (answer.data ? layOut(answer.data.interactions) : []), [answer.data]);
   const selected = at ?? Math.max(0, nodes.findIndex(({ one }) => one.interaction_id === params.call));
   const move = (i) => {
     const next = Math.max(0, Math.min(nodes.length - 1, i));
+    place.current = next;
     setAt(next);
     if (nodes[next]) document.getElementById(`call-${next}`)?.scrollIntoView({ block: "start" });
   };
   useKeys({
-    j: () => move(at === null ? selected : selected + 1),
-    k: () => move(selected - 1),
+    j: () => move(place.current === null ? selected : place.current + 1),
+    k: () => move((place.current ?? selected) - 1),
     c: () => {
       const names = COLOURINGS.map(([name]) => name);
       go(to({ colour: names[(names.indexOf(colouring) + 1) % names.length] }));

@@ -11,15 +11,20 @@ export function List({ path, columns, fixed = {}, params, to, href, noun, rowKey
   const asked = { ...fixed, where: params.where, sort: params.sort, offset, limit: AT_ONCE };
   const answer = useAnswer(path, asked);
   const [at, setAt] = useState(-1);
+  const place = useRef(-1); // the same as `at`, but already moved when keys come faster than pictures
   const body = useRef(null);
   const rows = answer.data?.rows ?? [];
-  useEffect(() => setAt(-1), [JSON.stringify(asked)]);
+  useEffect(() => {
+    place.current = -1;
+    setAt(-1);
+  }, [JSON.stringify(asked)]);
   const move = (by) => {
-    const next = Math.max(0, Math.min(rows.length - 1, at + by));
+    const next = Math.max(0, Math.min(rows.length - 1, place.current + by));
+    place.current = next;
     setAt(next);
     body.current?.querySelectorAll("tr")[next]?.querySelector("a")?.focus();
   };
-  useKeys({ j: () => move(1), k: () => move(-1), Enter: () => rows[at] && href && go(href(rows[at])) });
+  useKeys({ j: () => move(1), k: () => move(-1), Enter: () => rows[place.current] && href && go(href(rows[place.current])) });
 
   const sortBy = (column) => {
     const down = `-${column.name}`;
