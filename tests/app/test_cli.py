@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from rollbook.app.cli import main
+from rollbook.app.models import prepare_model
 from rollbook.store import (
     EpisodeClosed,
     EpisodeOpened,
@@ -326,3 +329,66 @@ def test_a_book_of_a_newer_format_is_refused_with_one_sentence(
     assert printed.startswith("rollbook: ")
     assert "99" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["algorithm=gpro"], "algorithm is 'gpro'; expected one of"),
+        (["algorithm=nowhere.Mine"], "algorithm 'nowhere.Mine' cannot be imported: No module named 'nowhere'"),
+        (["algorithm=ppo"], "algorithm 'ppo' needs a value model; set critic.path"),
+        (["actor.kl_ctl=0.1"], "asks for a reference model; set ref.path"),
+        (["scheduler.type=slurm"], "scheduler.type is 'slurm', but the installed schedulers are: local"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_sentence_and_nothing_is_made(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(
+        f"workflow: json.JSONDecoder\nactor: {{path: tiny}}\ncluster: {{fileroot: {tmp_path}/runs}}\n"
+        f"train_dataset: {{path: {tmp_path}/rows.jsonl}}\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1"}\n')
+    status, text = said(capsys, "train", str(tmp_path / "config.yaml"), *words)
+    assert status == 1
+    assert text.startswith("rollbook: ")
+    assert expected in text
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--port", "70000"], "cannot listen on port 70000: it must be 0 to 65535; choose another"),
+        (["--set", "a={"], "unknown field `a`"),
+        (["--port", "0", "--address-file", "/nowhere/[x]"], "/nowhere/[x].part: No such file or directory"),
+    ],
+)
+def test_serve_says_in_one_sentence_what_it_cannot_do(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(capsys, "serve", str(tmp_path / "book"), "--model", "tiny", "--threads", "1", *words)
+    assert status == 1
+    assert text.startswith("rollbook: ")
+    assert expected in text
+
+
+def test_weights_of_another_shape_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(prepare_model("tiny"), folder)
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('hidden_size": 64', 'hidden_size": 32')
+    )
+    status, text = said(capsys, "serve", str(tmp_path / "book"), "--model", str(folder), "--threads", "1")
+    assert status == 1
+    assert f"rollbook: could not load a model from {folder}" in text
+
+
+def test_a_port_in_use_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        status, text = said(
+            capsys, "serve", str(tmp_path / "book"), "--model", "tiny", "--threads", "1", "--port", str(port)
+        )
+    assert status == 1
+    assert text.startswith(f"rollbook: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another")

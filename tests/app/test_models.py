@@ -136,3 +136,26 @@ def test_smollm2_is_the_real_model(tmp_path: Path) -> None:
     answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
     assert answer[-1] == json.loads((folder / "config.json").read_bytes())["eos_token_id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("config.json", b"{bad", r"config\.json is not JSON"),
+        ("config.json", b"[]", r"config\.json must hold a JSON object, got list"),
+        ("config.json", b"{}", r"config\.json names no model_type"),
+        ("tokenizer.json", b"{bad", r"tokenizer\.json is not JSON"),
+        ("tokenizer_config.json", b"\xff", r"tokenizer_config\.json is not JSON"),
+        ("model.safetensors", b"not one", r"model\.safetensors is not a safetensors file"),
+        ("model.safetensors", None, r"model\.safetensors has \d+ bytes where \d+ are expected"),
+    ],
+)
+def test_a_folder_with_a_broken_file_is_refused_by_its_name(
+    tmp_path: Path, name: str, content: bytes | None, expected: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(prepare_model("tiny", cache_dir=tmp_path), folder)
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(ModelUnavailable, match=expected):
+        prepare_model(folder)

@@ -6,10 +6,14 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
+from rich.text import Text
 
 from rollbook.agents.errors import AgentsError
+from rollbook.learner.errors import LearnerError
+from rollbook.proxy.errors import ProxyError
 from rollbook.store import StoreError, __version__, open_book, plan_prune, prune
 
 from .config import ConfigError
@@ -450,22 +454,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     try:
         args.command(args)
-    except (Stop, AgentsError, ConfigError, LaunchFailed, ModelUnavailable, StoreError) as error:
-        err.print(f"[bold red]rollbook:[/] {error}", soft_wrap=True, highlight=False)
-        sys.exit(1)
+    except _EXPECTED as error:
+        _fail(str(error))
+    except OSError as error:  # a port in use, a folder that cannot be written, a full disk
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        err.print(
-            f"[bold red]rollbook:[/] this needs the package {error.name}; pip install 'rollbook\\[{extra}]'",
-            soft_wrap=True,
-        )
-        sys.exit(1)
+        _fail(f"this needs the package {error.name}; pip install 'rollbook[{extra}]'")
     except KeyboardInterrupt:
         err.print("rollbook: stopped; what was acknowledged is in the book, and the same command goes on from there")
         sys.exit(130)
 
+
+def _fail(message: str) -> NoReturn:
+    # The message is text, not markup: paths and SQL may hold square brackets.
+    err.print(Text.assemble(("rollbook: ", "bold red"), message), soft_wrap=True, highlight=False)
+    sys.exit(1)
+
+
+_EXPECTED = (Stop, AgentsError, ConfigError, LaunchFailed, LearnerError, ModelUnavailable, ProxyError, StoreError)
 
 _EXTRAS = {
     "torch": "train",

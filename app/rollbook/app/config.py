@@ -121,7 +121,7 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"expected an override like actor.optimizer.lr=1e-5, got {override!r}")
-        put(tree, key, _scalar(value))
+        put(tree, key, scalar(value))
     resolved: dict[str, Any] = _numbers(_resolve(tree, tree))
     return resolved
 
@@ -134,7 +134,8 @@ def to_config(tree: Mapping[str, Any], type_: type[C], source: str) -> C:
         raise ConfigError(_explain(error, type_, source)) from error
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
+    """The value that a word of the command line is as YAML; itself, where it is none."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

@@ -118,12 +118,44 @@ def _check_folder(name: str) -> Path:
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if not missing and not (folder / "chat_template.jinja").is_file():
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        config = _read_object(folder / "tokenizer_config.json")
         if not config.get("chat_template"):
             missing.append("chat_template.jinja (or a chat_template in tokenizer_config.json)")
     if missing:
         raise ModelUnavailable(f"the model folder {folder} lacks {', '.join(missing)}; add it, or use {known}")
+    for file in (folder / "config.json", folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        _read_object(file)
+    if "model_type" not in _read_object(folder / "config.json"):
+        raise ModelUnavailable(f"{folder / 'config.json'} names no model_type, so nothing can tell what model it is")
+    for file in folder.glob("*.safetensors"):
+        _check_weights(file)
     return folder
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelUnavailable(f"{file} is not JSON: {error}; copy the model folder again") from error
+    if not isinstance(value, dict):
+        raise ModelUnavailable(f"{file} must hold a JSON object, got {type(value).__name__}; copy the model again")
+    return value
+
+
+def _check_weights(file: Path) -> None:
+    """Whether a safetensors file is all there: eight bytes with the header's length, the header, the tensors."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        try:
+            header: Any = json.loads(opened.read(length)) if 8 + length <= size else None
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, AttributeError, TypeError, LookupError) as error:
+            raise ModelUnavailable(f"{file} is not a safetensors file; copy the model folder again") from error
+    if 8 + length + max(ends, default=0) != size:
+        raise ModelUnavailable(
+            f"{file} has {size} bytes where {8 + length + max(ends, default=0)} are expected; copy it again"
+        )
 
 
 # ---- Llama folders ---------------------------------------------------------------------------------------------------

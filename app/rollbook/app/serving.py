@@ -9,8 +9,8 @@ from typing import Any
 
 import anyio
 import msgspec
-import yaml
 from rich.console import Console
+from rich.text import Text
 
 from rollbook.agents.workflow import load
 from rollbook.proxy.config import ServeConfig
@@ -20,8 +20,8 @@ from rollbook.proxy.server import Service, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, BookBusy, open_book
 
-from .config import ConfigError, put
-from .models import prepare_model
+from .config import ConfigError, put, scalar
+from .models import ModelUnavailable, prepare_model
 from .web import PATH, page_of
 
 ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
@@ -52,7 +52,10 @@ def serve_book(
     """
     config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
     model_path = str(prepare_model(model))
-    tokenizer = Tokenizer.load(model_path)
+    try:
+        tokenizer = Tokenizer.load(model_path)
+    except ValueError as error:
+        raise ModelUnavailable(f"the model folder {model_path} cannot be used: {error}") from error
     with open_writer(book_path, "proxy") as book:
         service = Service(
             log=book.log,
@@ -101,7 +104,7 @@ def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"expected --set a.b=c, got {setting!r}")
-        put(tree, key, yaml.safe_load(value))
+        put(tree, key, scalar(value))
     try:
         return msgspec.convert(tree, ServeConfig)
     except msgspec.ValidationError as error:
@@ -143,12 +146,19 @@ def make_engine(
 
 def _say(url: str, book_path: Path, admin_key: str | None) -> None:
     out = Console(highlight=False)
-    out.print(f"Recording into [bold]{book_path}[/], answering at [bold]{url}/v1[/] (stop with Ctrl-C)")
+    out.print(
+        Text.assemble(
+            "Recording into ", (str(book_path), "bold"), ", answering at ", (f"{url}/v1", "bold"), " (stop with Ctrl-C)"
+        ),
+        soft_wrap=True,
+    )
     if admin_key is not None:
         out.print(f"Admin key of this start: {admin_key}\nOpen a session for an agent:")
         out.print(
             f"  curl -s {url}/rl/start_session -H 'Authorization: Bearer {admin_key}' -d '{{\"task_id\": \"hello\"}}'",
             soft_wrap=True,
         )
-        out.print(f"and give the agent OPENAI_BASE_URL={url}/v1 and the answer's api_key as OPENAI_API_KEY.")
+        out.print(
+            f"and give the agent OPENAI_BASE_URL={url}/v1 and the answer's api_key as OPENAI_API_KEY.", soft_wrap=True
+        )
         out.print(f"Look at the book at {url}{PATH}/#key={admin_key}", soft_wrap=True)

@@ -3,6 +3,7 @@
 LearnerError
 ├── NothingToTrain      no rewards, no rows or no groups where some must be
 ├── PoliciesDisagree    engine and learner give the same tokens very different logprobs
+├── BadSetting          a setting, a model or recorded tokens that do not go together
 └── BadCheckpoint       a checkpoint that is of another model or run, or cannot be read
 """
 
@@ -17,6 +18,10 @@ class NothingToTrain(LearnerError):
 
 class PoliciesDisagree(LearnerError):
     """Engine and learner give the same tokens very different logprobs: one of them is wrong."""
+
+
+class BadSetting(LearnerError, ValueError):
+    """A setting, a model or recorded tokens that do not go together."""
 
 
 class BadCheckpoint(LearnerError, ValueError):

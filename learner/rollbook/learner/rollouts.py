@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from .errors import BadSetting
+
 GROUP = "rollbook.schedulers"
 
 
@@ -63,10 +65,10 @@ class Rollouts(Protocol):
 
 
 def find_rollouts(name: str) -> Rollouts:
-    """The rollouts that `scheduler.type: <name>` asks for. Raises ValueError with the names that are installed."""
+    """The rollouts that `scheduler.type: <name>` asks for. Raises BadSetting with the names that are installed."""
     known = {point.name: point for point in entry_points(group=GROUP)}
     if name not in known:
-        raise ValueError(
+        raise BadSetting(
             f"scheduler.type is {name!r}, but the installed schedulers are: {', '.join(sorted(known)) or 'none'}; "
             "install the package that provides it or choose one of these"
         )

@@ -12,6 +12,7 @@ from .algorithms import find_algorithm
 from .backend import Backend, make_backend
 from .batches import Group, recorded_groups
 from .config import ModelConfig, OptimizerConfig, TrainConfig
+from .errors import BadSetting
 from .metrics import Report
 from .rollouts import Rollouts, find_rollouts
 from .train import Run, train
@@ -40,7 +41,7 @@ class PPOTrainer:
         self.train_dataset: Tasks = [] if train_dataset is None else train_dataset
         self.valid_dataset: Tasks = [] if valid_dataset is None else valid_dataset
         if not len(self.train_dataset) and config.scheduler.type != "none":
-            raise ValueError("train_dataset has no rows; pass a list of dicts with the tasks to train on")
+            raise BadSetting("train_dataset has no rows; pass a list of dicts with the tasks to train on")
         self.algorithm = find_algorithm(config.algorithm, config.actor)
         self._rollouts = rollouts
         self._stack = ExitStack()
@@ -72,9 +73,9 @@ class PPOTrainer:
             config.actor.max_new_tokens = config.gconfig.max_new_tokens
         # The cheap things that can be wrong come before the model is loaded.
         if self.algorithm.needs_critic and config.critic is None:
-            raise ValueError(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+            raise BadSetting(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
         if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None:
-            raise ValueError("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path in the config")
+            raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path in the config")
         rollouts: Rollouts | None = None
         if config.scheduler.type != "none":
             rollouts = self._rollouts or find_rollouts(config.scheduler.type)

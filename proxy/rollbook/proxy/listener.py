@@ -1,5 +1,6 @@
 """uvicorn with what it lacks against broken or hostile clients: limits on headers, and on the time to send them."""
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -114,6 +115,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.bind((host, port))
         listening.listen(2048)
         listening.setblocking(False)
+    except OverflowError as error:
+        listening.close()
+        raise OSError(errno.EINVAL, f"cannot listen on port {port}: it must be 0 to 65535; choose another") from error
     except OSError as error:
         listening.close()
         raise OSError(error.errno, f"cannot listen on {host} port {port}: {error.strerror}; choose another") from error

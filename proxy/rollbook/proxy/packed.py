@@ -172,7 +172,7 @@ class PackedModel:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
                 )
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes differ
             raise EngineUnavailable(f"could not load a model from {path}: {error}") from error
         self._model: Any = model.to(device).requires_grad_(False)
         text = config.get_text_config()

@@ -74,7 +74,10 @@ class Tokenizer:
         file = path / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(f"no tokenizer.json in {path}; give the folder of a model in Hugging Face layout")
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"{file} is not a tokenizer: {error}; copy the model folder again") from error
         config = _json(path / "tokenizer_config.json")
         specials = _specials(_json(path / "special_tokens_map.json")) | _specials(config)
         eos = _json(path / "generation_config.json").get("eos_token_id", ())

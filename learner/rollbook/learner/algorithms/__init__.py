@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rollbook.learner.config import ActorConfig, NormConfig
+from rollbook.learner.errors import BadSetting
 from rollbook.learner.rows import Floats, Rows
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ def find_algorithm(name: str, actor: ActorConfig) -> Algorithm:
         made: Algorithm = module.Algorithm(actor)
         return made
     if "." not in name:
-        raise ValueError(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or module.Name of your own")
+        raise BadSetting(f"algorithm is {name!r}; expected one of {', '.join(NAMES)}, or module.Name of your own")
     path, _, attribute = name.rpartition(".")
-    make: Any = getattr(importlib.import_module(path), attribute)
+    try:
+        make: Any = getattr(importlib.import_module(path), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BadSetting(f"algorithm {name!r} cannot be imported: {error}; give module.Name of a class") from error
     mine: Algorithm = make(actor)
     return mine

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rollbook.learner.config import ActorConfig, NormConfig, RejectionConfig
+from rollbook.learner.errors import BadSetting
 from rollbook.learner.rows import Floats, Ints, Rows
 
 from . import Tokens
@@ -174,9 +175,9 @@ def entry_weights(rows: Rows, mask_E: Floats, *, loss_agg: str, fixed_length: in
         return mask_E / (n_rows * np.maximum(trained_R, 1.0))[rows.row_E]
     if loss_agg == "fixed_length":
         if not fixed_length:
-            raise ValueError("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
+            raise BadSetting("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
         return mask_E / (n_rows * fixed_length)
-    raise ValueError(f"loss_agg is {loss_agg!r}; expected token_mean, sequence_mean or fixed_length")
+    raise BadSetting(f"loss_agg is {loss_agg!r}; expected token_mean, sequence_mean or fixed_length")
 
 
 def sequence_mean(values_E: Tensor, t: Tokens) -> Tensor:
@@ -194,7 +195,7 @@ def log_ratio(t: Tokens, level: str) -> Tensor:
         return difference_E
     if level == "sequence":
         return sequence_mean(difference_E, t)
-    raise ValueError(f"importance_sampling_level is {level!r}; expected token or sequence")
+    raise BadSetting(f"importance_sampling_level is {level!r}; expected token or sequence")
 
 
 def behaviour_weight(t: Tokens, rejection: RejectionConfig | None) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -226,7 +227,7 @@ def behaviour_weight(t: Tokens, rejection: RejectionConfig | None) -> tuple[Tens
     elif rejection.metric == "ratio":
         weight = weight.clamp(min=rejection.lower, max=rejection.upper)
     else:
-        raise ValueError("rejection_sampling: action clamp needs metric ratio; use action mask with a kl metric")
+        raise BadSetting("rejection_sampling: action clamp needs metric ratio; use action mask with a kl metric")
     return weight, {"rejected": (t.mean_E * outside).sum()}
 
 
@@ -254,7 +255,7 @@ def kl_estimate(logprobs_E: Tensor, ref_E: Tensor, estimator: str) -> Tensor:
         return 0.5 * d * d
     if estimator == "k3":
         return torch.expm1(d) - d
-    raise ValueError(f"kl_estimator is {estimator!r}; expected k1, k2 or k3")
+    raise BadSetting(f"kl_estimator is {estimator!r}; expected k1, k2 or k3")
 
 
 def clipped_surrogate(

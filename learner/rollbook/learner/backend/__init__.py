@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rollbook.learner.errors import BadSetting
 from rollbook.learner.rows import Floats
 from rollbook.learner.trie import Trie
 
@@ -34,7 +35,7 @@ class Backend(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Reverse of `save`. Raises ValueError for the state of another model."""
+        """Reverse of `save`. Raises BadCheckpoint for the state of another model."""
         ...
 
     def export(self, folder: Path) -> None:
@@ -48,4 +49,4 @@ def make_backend(name: str, *args: Any, **kwargs: Any) -> Backend:
         from .single import SingleBackend
 
         return SingleBackend(*args, **kwargs)
-    raise ValueError(f"actor.backend is {name!r}; expected single")
+    raise BadSetting(f"actor.backend is {name!r}; expected single")

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from rollbook.learner.config import ModelConfig
+from rollbook.learner.errors import BadSetting
 from rollbook.learner.trie import Trie, pack
 
 from . import attention
@@ -33,21 +34,24 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> nn.Module:
-    """A causal LM in float32 (float64 if asked), ready to be trained. Raises ValueError naming a missing path."""
+    """A causal LM in float32 (float64 if asked), ready to be trained. Raises BadSetting naming a missing path."""
     if not config.path:
-        raise ValueError("actor.path is empty; set it to the folder of a transformers model")
+        raise BadSetting("actor.path is empty; set it to the folder of a transformers model")
     if config.path.startswith((".", "/")) and not (Path(config.path) / "config.json").exists():
-        raise ValueError(f"actor.path {config.path!r} has no config.json; give the folder of a transformers model")
+        raise BadSetting(f"actor.path {config.path!r} has no config.json; give the folder of a transformers model")
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     name = {"auto": attention.NAME, "flex": attention.NAME}.get(config.attn_impl, config.attn_impl)
     logging.disable_progress_bar()  # ours has the terminal
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
     model: Any
-    if config.init_from_scratch:
-        model = auto.from_config(AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name)
-    else:
-        model = auto.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
+    try:
+        if config.init_from_scratch:
+            model = auto.from_config(AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name)
+        else:
+            model = auto.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: config.json and weights differ in shape
+        raise BadSetting(f"could not load a model from {config.path}: {error}") from error
     model.config.use_cache = False
     if config.disable_dropout:
         for module in model.modules():
@@ -129,7 +133,7 @@ class TreeModel(nn.Module):
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
         if trie.n_nodes and int(trie.ids_T.max()) >= self.vocabulary:
-            raise ValueError(
+            raise BadSetting(
                 f"the book has token id {int(trie.ids_T.max())}, but the model's vocabulary has {self.vocabulary}; "
                 "train with the model (and tokenizer) that sampled these tokens"
             )
@@ -168,7 +172,7 @@ def _round_up(n: int, to: int) -> int:
 def _refuse_window(config: Any, longest: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "use_sliding_window", True) and longest > window:
-        raise ValueError(
+        raise BadSetting(
             f"a path of {longest} tokens is longer than the model's sliding window of {window}, which trie batches do "
             "not mask; select shorter trajectories or use a model with full attention"
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rollbook.learner.config import ActorConfig, ModelConfig, OptimizerConfig
+from rollbook.learner.errors import BadCheckpoint
 from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie
 
@@ -175,7 +176,7 @@ class SingleBackend:
         theirs = {name: tuple(master.shape) for name, master in state["masters"].items()}
         if mine != theirs:
             odd = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
-            raise ValueError(
+            raise BadCheckpoint(
                 f"the checkpoint {folder} is of another model: {odd} is {theirs.get(odd, 'absent')} there and "
                 f"{mine.get(odd, 'absent')} here; give the model it was made with or remove the checkpoint"
             )
