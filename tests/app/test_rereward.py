@@ -104,3 +104,35 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["reward", book_path, f"{tmp_path}/none.py:score", "--name", "v2"])
     assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["reward", "BOOK", "broken.py:f", "--name", "v"], "importing broken.py failed: SyntaxError"),
+        (["reward", "BOOK", "my_rewards.py:late", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
+        (["reward", "BOOK", "reward * 2", "--sql", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
+        (["reward", "BOOK", "rewrad * 2", "--sql", "--name", "v"], "the book has no reward rewrad; it has reward"),
+        (["rewards", "BOOK", "reward", "v2"], "the book has no reward v2; it has reward"),
+        (["replay", "BOOK", "ep_0", "json.JSONDecoder", "--tokenizer", "tiny"], "kept no dataset row of ep_0"),
+        (["run-areal", "none.py"], "there is no script none.py"),
+    ],
+)
+def test_a_wrong_word_is_one_sentence_and_gives_no_reward(
+    words: list[str],
+    expected: str,
+    book_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("def f(:")
+    with pytest.raises(SystemExit) as stopped:
+        main([book_path if word == "BOOK" else word for word in words])
+    said = capsys.readouterr().err.strip()
+    assert stopped.value.code == 1
+    assert said.startswith("rollbook: ")
+    assert expected in said
+    assert "Traceback" not in said
+    assert rewards(book_path, "v") == {}

@@ -108,6 +108,7 @@ def _sql(args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace) -> None:
+    from .models import tokenizer_folder
     from .reading import show_episode
 
     show_episode(
@@ -116,7 +117,7 @@ def _show(args: argparse.Namespace) -> None:
         out,
         scheme=args.scheme,
         gamma=args.gamma,
-        tokenizer=args.tokenizer,
+        tokenizer=None if args.tokenizer is None else tokenizer_folder(args.tokenizer),
         is_json=args.json,
     )
 
@@ -173,12 +174,17 @@ def _rewards(args: argparse.Namespace) -> None:
 
 
 def _replay(args: argparse.Namespace) -> None:
+    from .models import tokenizer_folder
     from .playback import replay
     from .reading import find_episode
 
     sys.path.insert(0, os.getcwd())
     with open_book(args.book) as book:
-        played = replay(book, find_episode(book, args.episode), args.workflow, tokenizer=args.tokenizer)
+        episode = find_episode(book, args.episode)
+        try:
+            played = replay(book, episode, args.workflow, tokenizer=tokenizer_folder(args.tokenizer))
+        except ValueError as error:  # no dataset row, or no tokenizer there
+            raise Stop(str(error)) from error
     n = len(played.again.interactions)
     if not played.is_same:
         what = played.divergence or f"{played.n_unasked} recorded calls were not made, or a reply was read otherwise"
@@ -252,6 +258,8 @@ def _demo(args: argparse.Namespace) -> None:
 def _areal(args: argparse.Namespace) -> None:
     from .areal_compat import run
 
+    if not Path(args.script).is_file():
+        raise Stop(f"there is no script {args.script} (looked from {Path.cwd()})")
     run([args.script, *args.arguments])
 
 
@@ -404,7 +412,9 @@ def _parser() -> argparse.ArgumentParser:
     book_of(made)
     made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one, or `last`")
     made.add_argument("workflow", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
-    made.add_argument("--tokenizer", required=True, metavar="DIR", help="the model folder it was recorded with")
+    made.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="the model it was recorded with, as for serve"
+    )
 
     made = command(
         "view", _view, "show a book in the browser: curves, episodes, tokens, SQL", "rollbook view runs/demo/book"
@@ -457,6 +467,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except _EXPECTED as error:
         _fail(str(error))
     except OSError as error:  # a port in use, a folder that cannot be written, a full disk
+        if args.command is _areal:  # the script's own, which wants its traceback
+            raise
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])

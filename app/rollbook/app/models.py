@@ -83,6 +83,11 @@ def prepare_model(
     return folder
 
 
+def tokenizer_folder(name_or_path: str) -> str:
+    """The folder to load a tokenizer from: that of a model known by name, or the path as it is."""
+    return str(prepare_model(name_or_path)) if name_or_path in RECIPES else name_or_path
+
+
 def _say_nothing(what: str, fraction: float | None) -> None:
     pass
 

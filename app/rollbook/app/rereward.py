@@ -21,11 +21,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rollbook.agents.errors import WorkflowError
+import duckdb
+
+from rollbook.agents.errors import WorkflowError, describe
 from rollbook.agents.workflow import load
-from rollbook.store import Book, Event, InteractionFailed, RewardGiven, open_book
+from rollbook.store import BadSelection, Book, Event, InteractionFailed, QueryRefused, RewardGiven, open_book
 from rollbook.store.book import Episode
-from rollbook.store.expressions import literal
+from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
+from rollbook.store.expressions import literal, parse
 
 CHUNK = 64
 """Episodes that a process reads and judges at a time."""
@@ -58,7 +61,10 @@ def judge_of(function: str) -> tuple[Judge, str]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever the file's own code raises
+            raise WorkflowError(f"importing {path} failed: {describe(error)}") from error
         judge = getattr(module, name, None)
         if judge is None:
             raise WorkflowError(f"{path} has no function {name!r}")
@@ -137,8 +143,8 @@ def reward_by_function(
     _, source = judge_of(function)
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
         condition = f"and ({where})" if where else ""
-        ids: list[str] = book.sql(
-            f"select episode_id from episodes where state <> 'open' {condition} order by opened_at, episode_id"
+        ids: list[str] = _ask(
+            book, f"select episode_id from episodes where state <> 'open' {condition} order by opened_at, episode_id"
         )["episode_id"].to_pylist()
         judged: set[str] = set(
             book.sql("select distinct episode_id from rewards where name = ? and source = ?", [name, source])[
@@ -197,7 +203,7 @@ def _judge_all(
 def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | None = None) -> Outcome:
     """Judge ended episodes by an expression over the episodes table and the names of other rewards. NULL: no opinion.
 
-    Raises BadSelection for an expression that cannot be read.
+    Raises BadSelection for an expression that cannot be read or names a reward that the book does not have.
     """
     source = f"sql@{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
     condition = f"and ({where}\n)" if where else ""
@@ -206,13 +212,34 @@ def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | No
         f"select episode_id from rewards where name = {literal(name)} and source = {literal(source)}"
     )
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
-        n_wanted: int = book.sql(f"select count(*) as n from ({wanted})")["n"][0].as_py()
+        names = {expression} if is_reward_name(expression) else parse(expression).columns - EPISODE_COLUMNS
+        _want_rewards(book, *names)
+        n_wanted: int = _ask(book, f"select count(*) as n from ({wanted})")["n"][0].as_py()
         n_judged = book.rereward(expression, name=name, source=source, episodes=wanted)
     return Outcome(source, n_judged=n_judged, n_no_opinion=n_wanted - n_judged)
 
 
+def _ask(book: Book, statement: str) -> Any:
+    try:
+        return book.sql(statement)
+    except duckdb.Error as error:
+        raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the columns of `episodes`)") from error
+
+
+def _want_rewards(book: Book, *names: str) -> None:
+    given = book.sql("select distinct name from rewards where name <> 'reward' order by 1")["name"].to_pylist()
+    known = ["reward", *given]
+    for name in sorted(names):
+        if name.strip('"') not in known:
+            raise BadSelection(f"the book has no reward {name}; it has {', '.join(known)}")
+
+
 def difference(book: Book, old: str, new: str) -> Any:
-    """Per task: how many episodes have both rewards, their means, and how many moved. An Arrow table."""
+    """Per task: how many episodes have both rewards, their means, and how many moved. An Arrow table.
+
+    Raises BadSelection for a reward that the book does not have.
+    """
+    _want_rewards(book, old, new)
     return book.sql(
         "select e.task_id, count(*) as episodes, avg(a.reward) as old, avg(b.reward) as new, "
         "count(*) filter (where abs(a.reward - b.reward) > 1e-9) as moved "
