@@ -97,7 +97,7 @@ class LocalRollouts:
             seed=config.seed,
             shuffle=config.train_dataset.shuffle,
             total_epochs=config.total_train_epochs,
-            version=version,
+            version=self._horizon(version),
             ended=ended,
             rejected=n_rejected,
         )
@@ -145,7 +145,13 @@ class LocalRollouts:
         self.check()
         portal, client, loop = self._running()
         portal.call(client.load_weights, path, version)
-        loop.on_version(version)
+        loop.on_version(self._horizon(version))
+
+    def _horizon(self, version: int) -> int:
+        """The version that decides how many groups may begin: none that no step will take."""
+        if self._config.total_train_steps is None:
+            return version
+        return min(version, self._config.total_train_steps - 1 - self._config.rollout.max_head_offpolicyness)
 
     def reject(self, n_groups: int) -> None:
         self._running()[2].reject(n_groups)
