@@ -1,5 +1,9 @@
 """The tables are a function of the set of events, whatever order they came in."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -223,3 +227,24 @@ def test_a_file_keeps_its_place_and_has_one_owner(tmp_path: Any) -> None:
     assert again.catch_up() == 0
     assert again.cursor().execute("select count(*) from episodes").fetchone() == (1,)
     again.close()
+
+
+def test_a_disk_that_is_full_for_the_tables_is_one_sentence(tmp_path: Path) -> None:
+    """The limit on file size stands for the disk; it is set once the log is written, so the tables meet it."""
+    code = (
+        "import resource, signal, sys\n"
+        "from rollbook.store import *\n"
+        "opened = [Event(run_id='r', episode_id=f'e{i}', fact=EpisodeOpened(task_id='t')) for i in range(5000)]\n"
+        "with open_book(sys.argv[1], writer='w') as book:\n"
+        "    book.log.append_blocking(*opened)\n"
+        "    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "    try: book.catch_up()\n"
+        "    except LogWriteFailed as error: print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "book")], env=environment, capture_output=True, text=True
+    )
+    assert "tables of the book could not be written" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

@@ -22,7 +22,7 @@ from .models import ModelUnavailable
 
 Command = Callable[[argparse.Namespace], None]
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 240)  # what is piped is not folded to a terminal that is not there
 err = Console(stderr=True)
 
 

@@ -4,6 +4,7 @@
 weight folders, exactly as they would across machines.
 """
 
+import gc
 import json
 import secrets
 import sys
@@ -28,7 +29,7 @@ from rollbook.store import Book, EpisodeClosed, Event, open_book
 
 from .launch import Launcher, LaunchFailed, LocalLauncher, Program
 
-ENGINES = ("embedded", "scripted", "vllm")
+ENGINES = ("embedded", "scripted", "vllm", "sglang")
 _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
 
 
@@ -104,6 +105,9 @@ class LocalRollouts:
         self._portal = portal
         scope = portal.call(anyio.CancelScope)
         live = portal.start_task_soon(self._live, self._loop, scope)
+        self._stack.callback(
+            lambda: portal.call(gc.collect)
+        )  # clients that agents left open close while there is a loop
         self._stack.callback(live.result)  # running episodes are closed before the client and the server go
         self._stack.callback(lambda: portal.call(scope.cancel))
 
@@ -170,11 +174,11 @@ class LocalRollouts:
     def check(self) -> None:
         error = self._failure
         if error is not None:
-            while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-                error = error.exceptions[0]
-            if isinstance(error, AgentsError):
-                raise error
-            raise LaunchFailed(f"the rollouts ended: {type(error).__name__}: {error}") from error
+            causes = _causes(error)
+            cause = next((one for one in causes if isinstance(one, AgentsError)), causes[0])
+            if isinstance(cause, AgentsError):
+                raise cause
+            raise LaunchFailed(f"the rollouts ended: {type(cause).__name__}: {cause}") from error
         if self._server is not None:
             self._server.check()
 
@@ -186,6 +190,13 @@ class LocalRollouts:
         if self._portal is None or self._client is None or self._loop is None:
             raise LaunchFailed("the rollouts have not been started, or have ended")
         return self._portal, self._client, self._loop
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """What a task group raised, without the groups around it."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for one in error.exceptions for cause in _causes(one)]
+    return [error]
 
 
 def bury_the_dead(book_path: str, run_id: str) -> None:

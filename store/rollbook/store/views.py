@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import migrate
-from .errors import BookBusy
+from .errors import BookBusy, LogWriteFailed
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
@@ -127,9 +127,16 @@ class Views:
                 elif self._cursor[writer] != position:
                     self._con.execute("update cursors set position = ? where writer = ?", [position, writer])
             self._con.commit()
-        except BaseException:
-            self._con.rollback()
-            self._waiting = self._load_waiting()
+        except BaseException as error:
+            with suppress(duckdb.Error):  # a commit that failed has ended the transaction itself
+                self._con.rollback()
+            with suppress(duckdb.Error):  # nor can a database that gave up be asked
+                self._waiting = self._load_waiting()
+            if isinstance(error, duckdb.IOException | duckdb.FatalException | duckdb.TransactionException):
+                raise LogWriteFailed(
+                    f"the tables of the book could not be written: {str(error).splitlines()[0]}; make room on the disk "
+                    "and open the book again (the log is whole, the tables are computed from it)"
+                ) from error
             raise
         self._cursor = cursor
         self._next_node = projection.next_node
