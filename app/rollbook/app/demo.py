@@ -10,8 +10,6 @@ Killed at any point, the same command goes on: what is in the book is not done a
 import math
 import random
 import re
-import secrets
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from rollbook.store import open_book
 
 from .config import load_config
 from .examples import examples_folder, make_importable
-from .launch import LocalLauncher
+from .launch import LocalLauncher, start_server
 from .local import bury_the_dead
 from .models import prepare_model
 from .reading import print_table, show_episode
@@ -112,16 +110,14 @@ def record_tools(
     book_path: Path, model: Path, root: Path, out: Console, *, n_tasks: int = 6, n_samples: int = 2
 ) -> None:
     """Run the seed's MathAgent on a scripted engine, whatever of it is not in the book yet, and say how it went."""
-    bury_the_dead(str(book_path), TOOLS_RUN)
-    with open_book(str(book_path)) as book:
+    with open_book(str(book_path), writer="rollouts") as book:
+        bury_the_dead(book, TOOLS_RUN)
         ended = ended_episodes(book, TOOLS_RUN)
     if sum(len(group) for group in ended.values()) < n_tasks * n_samples:
-        admin_key = secrets.token_urlsafe(32)
-        command = [sys.executable, "-m", "rollbook.app.cli", "serve", str(book_path), "--engine", "scripted"]
-        command += ["--script", "rollbook.app.demo:calculator", "--model", str(model), "--run", TOOLS_RUN]
-        server = LocalLauncher().start(
-            command, env={"ROLLBOOK_ADMIN_KEY": admin_key}, log_path=root / "tools-server.log", wait_s=60
-        )
+        arguments = ["--engine", "scripted", "--script", "rollbook.app.demo:calculator"]
+        arguments += ["--model", str(model), "--run", TOOLS_RUN]
+        log_path = root / "tools-server.log"
+        server, admin_key = start_server(LocalLauncher(), str(book_path), arguments, log_path=log_path, wait_s=60)
 
         async def record() -> None:
             async with ProxyClient(server.url, admin_key) as client:

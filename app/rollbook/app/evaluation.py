@@ -6,8 +6,6 @@ solved, since a user would count it so; the reasons are in the book.
 
 import math
 import os
-import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from rollbook.agents.runner import Episode, Runner
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, open_book
 
-from .launch import LocalLauncher
+from .launch import LocalLauncher, start_server
 
 BY_TASK = """
 select task_id, count(*) as episodes, count(reward) as rewarded,
@@ -73,14 +71,9 @@ def evaluate(
     time_limit_s: float = 600.0,
 ) -> list[Episode]:
     """Run every task n times against a server that is started for it with `serve_args`; returns the episodes."""
-    admin_key = secrets.token_urlsafe(32)
-    command = [sys.executable, "-m", "rollbook.app.cli", "serve", str(book_path), "--run", run_id, *serve_args]
-    server = LocalLauncher().start(
-        command,
-        env={"ROLLBOOK_ADMIN_KEY": admin_key},
-        log_path=book_path.parent / f"eval-{os.getpid()}.log",
-        wait_s=600.0,
-    )
+    log_path = book_path.parent / f"eval-{os.getpid()}.log"
+    arguments = ["--run", run_id, *serve_args]
+    server, admin_key = start_server(LocalLauncher(), str(book_path), arguments, log_path=log_path, wait_s=600.0)
 
     async def run() -> list[Episode]:
         async with ProxyClient(server.url, admin_key) as client:

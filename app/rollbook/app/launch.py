@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+
+ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
+"""The variable by which a server is given its admin key; a command line could be read by others."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -45,6 +49,15 @@ class Launcher(Protocol):
     def start(self, command: Sequence[str], *, env: Mapping[str, str], log_path: Path, wait_s: float) -> Program:
         """Start `command` (it is given `--address-file` and `--port`), return once it answers."""
         ...
+
+
+def start_server(
+    launcher: Launcher, book_path: str, arguments: Sequence[str], *, log_path: Path, wait_s: float
+) -> tuple[Program, str]:
+    """`rollbook serve BOOK ...` under a key made for it; returns the program and that admin key."""
+    admin_key = secrets.token_urlsafe(32)
+    command = [sys.executable, "-m", "rollbook.app.cli", "serve", book_path, *arguments]
+    return launcher.start(command, env={ADMIN_KEY: admin_key}, log_path=log_path, wait_s=wait_s), admin_key
 
 
 def _die_with_parent() -> None:

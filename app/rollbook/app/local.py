@@ -6,8 +6,6 @@ weight folders, exactly as they would across machines.
 
 import gc
 import json
-import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -27,7 +25,7 @@ from rollbook.agents.workflow import resolve
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, EpisodeClosed, Event, open_book
 
-from .launch import Launcher, LaunchFailed, LocalLauncher, Program
+from .launch import Launcher, LaunchFailed, LocalLauncher, Program, start_server
 
 ENGINES = ("embedded", "scripted", "vllm", "sglang")
 _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
@@ -47,7 +45,6 @@ class LocalRollouts:
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher or LocalLauncher()
         self._server: Program | None = None
-        self._admin_key = secrets.token_urlsafe(32)
         self._config: Any = None
         self._run_id = ""
         self._book_path = ""
@@ -73,20 +70,21 @@ class LocalRollouts:
         weights: str,
     ) -> None:
         self._config, self._run_id, self._book_path = config, run_id, book_path
-        bury_the_dead(book_path, run_id)
-        with open_book(book_path) as book:
+        with open_book(book_path, writer="rollouts") as book:
+            bury_the_dead(book, run_id)
             ended = ended_episodes(book, run_id)
             n_rejected = rejected_groups(book, run_id)
-        self._server = self._launcher.start(
-            self._command(config, version, weights),
-            env={"ROLLBOOK_ADMIN_KEY": self._admin_key},
+        self._server, admin_key = start_server(
+            self._launcher,
+            book_path,
+            self._serve_arguments(config, version, weights),
             log_path=Path(config.run_path, "server.log"),
             wait_s=_ENGINE_WAIT_S,
         )
         self._stack.callback(self._server.stop)
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         self._client = self._stack.enter_context(
-            portal.wrap_async_context_manager(ProxyClient(self._server.url, self._admin_key))
+            portal.wrap_async_context_manager(ProxyClient(self._server.url, admin_key))
         )
         runner = self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples)
         self._stack.callback(runner.workflow.close)
@@ -105,9 +103,8 @@ class LocalRollouts:
         self._portal = portal
         scope = portal.call(anyio.CancelScope)
         live = portal.start_task_soon(self._live, self._loop, scope)
-        self._stack.callback(
-            lambda: portal.call(gc.collect)
-        )  # clients that agents left open close while there is a loop
+        # Clients that agents left open close while there is a loop.
+        self._stack.callback(lambda: portal.call(gc.collect))
         self._stack.callback(live.result)  # running episodes are closed before the client and the server go
         self._stack.callback(lambda: portal.call(scope.cancel))
 
@@ -118,19 +115,18 @@ class LocalRollouts:
             except Exception as error:
                 self._failure = error
 
-    def _command(self, config: Any, version: int, weights: str) -> list[str]:
+    def _serve_arguments(self, config: Any, version: int, weights: str) -> list[str]:
         engine, rest = engine_of(config.rollout.backend)
-        command = [sys.executable, "-m", "rollbook.app.cli", "serve", self._book_path, "--run", self._run_id]
-        command += ["--engine", engine, "--model", config.actor.path]
-        command += ["--weights", weights, "--weights-version", str(version)]
-        command += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
+        words = ["--run", self._run_id, "--engine", engine, "--model", config.actor.path]
+        words += ["--weights", weights, "--weights-version", str(version)]
+        words += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
         if rest is None:
-            return command
+            return words
         if engine == "scripted":
-            return [*command, "--script", rest]
+            return [*words, "--script", rest]
         if rest.startswith("http"):
-            return [*command, "--engine-url", rest]
-        return [*command, "--engine-args", rest] if rest.startswith("-") else command  # AReaL's `vllm:d1t2` is neither
+            return [*words, "--engine-url", rest]
+        return [*words, "--engine-args", rest] if rest.startswith("-") else words  # AReaL's `vllm:d1t2` is neither
 
     def _runner(self, workflow: Any, kwargs: Mapping[str, Any], *, n_samples: int, is_eval: bool = False) -> Runner:
         agent = self._config.rollout.agent
@@ -199,15 +195,14 @@ def _causes(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-def bury_the_dead(book_path: str, run_id: str) -> None:
+def bury_the_dead(book: Book, run_id: str) -> None:
     """Close the episodes that a killed process of this run left open; their tasks are drawn again."""
-    with open_book(book_path, writer="rollouts") as book:
+    lost = book.sql("select episode_id from episodes where run_id = ? and state = 'open'", [run_id])
+    fact = EpisodeClosed(state="lost", reason="the process that ran it is gone")
+    events = [Event(run_id=run_id, episode_id=id_, fact=fact) for id_ in lost.column(0).to_pylist()]
+    if events:
+        book.log.append_blocking(*events)
         book.catch_up()
-        lost = book.sql("select episode_id from episodes where run_id = ? and state = 'open'", [run_id])
-        fact = EpisodeClosed(state="lost", reason="the process that ran it is gone")
-        events = [Event(run_id=run_id, episode_id=id_, fact=fact) for id_ in lost.column(0).to_pylist()]
-        if events:
-            book.log.append_blocking(*events)
 
 
 def rejected_groups(book: Book, run_id: str) -> int:

@@ -21,10 +21,9 @@ from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, BookBusy, open_book
 
 from .config import ConfigError, put, scalar
+from .launch import ADMIN_KEY
 from .models import ModelUnavailable, prepare_model
 from .web import PATH, page_of
-
-ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
 
 
 def serve_book(
