@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from rollbook.proxy.config import GenerationHyperparameters
+from rollbook.proxy.config import Asked, GenerationHyperparameters, settle
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Message, Piece, Reply, Request
 
@@ -57,6 +57,93 @@ class Dialect(Protocol):
     def refuse(self, error: ProxyError) -> tuple[int, bytes]:
         """Status and body of an error, as this vendor's SDKs expect them."""
         ...
+
+
+# ---------------------------------------------------------------- bodies
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every API takes, and takes under the same name."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # The names that vLLM and SGLang have for what a vendor's API may have no word for.
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class OpenAIBody(Body, kw_only=True, forbid_unknown_fields=True):
+    """What OpenAI's APIs have in common besides."""
+
+    stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    user: str | None = None  # it changes nothing about an answer
+
+
+class TurnBody(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
+    """What OpenAI's APIs for agents have in common besides."""
+
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: int | None = None  # refused where it asks for something
+    # They change nothing about an answer.
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+
+
+def request_of(
+    asked: Body,
+    context: Context,
+    *,
+    dialect: str,
+    messages: list[Message],
+    max_tokens: int | None,
+    stop: str | list[str] | None,
+    **more: Any,
+) -> Request:
+    """A request out of what every body has, the run's defaults and caps, and what is the dialect's own."""
+    penalised = asked if isinstance(asked, OpenAIBody) else None
+    sampling, stops = settle(
+        Asked(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            max_tokens=max_tokens,
+            min_tokens=asked.min_tokens,
+            seed=asked.seed,
+            stop=None if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
+            frequency_penalty=penalised.frequency_penalty if penalised else None,
+            presence_penalty=penalised.presence_penalty if penalised else None,
+            repetition_penalty=asked.repetition_penalty,
+        ),
+        context.defaults,
+    )
+    return Request(
+        dialect=dialect,
+        messages=messages,
+        model=asked.model or "default",
+        sampling=sampling,
+        stop=stops,
+        is_stream=bool(asked.stream),
+        max_total_tokens=context.defaults.max_tokens,
+        **more,
+    )
 
 
 _UNKNOWN = re.compile(r"unknown field `(.*?)`")
@@ -193,6 +280,39 @@ def check_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> str | dict[st
     return {"type": "function", "function": {"name": name}}
 
 
+# ---------------------------------------------------------------- what OpenAI's APIs share
+
+
+class OpenAIDialect:
+    """How OpenAI's APIs spell tokens and refuse."""
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+
+    def spelt_logprobs(self, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+        """Each token with its text, its bytes and its logprob."""
+        content = []
+        for token, logprob in zip(ids, logprobs, strict=True):
+            spelt = self._spell(token)
+            text = spelt.decode("utf-8", "replace")
+            content.append({"token": text, "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
+        return content
+
+    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
+        return refuse_as_openai(error)
+
+
+def check_n(n: int | None) -> int:
+    """How many choices. Raises BadRequest."""
+    if n is not None and not 1 <= n <= 128:
+        raise BadRequest(f"n must be between 1 and 128, got {n}", param="n")
+    return n or 1
+
+
+def refuse_logit_bias(bias: dict[str, float] | None) -> None:
+    refuse_unless(not bias, "logit_bias", "tokens are drawn as the policy says")
+
+
 def refuse_as_openai(error: ProxyError) -> tuple[int, bytes]:
     """OpenAI's error body."""
     return error.status, msgspec.json.encode({"error": openai_error(error)})
@@ -218,14 +338,35 @@ def openai_error(error: ProxyError) -> dict[str, Any]:
     }
 
 
+def openai_failure(error: ProxyError) -> bytes:
+    """The event that ends a stream that failed."""
+    return b"data: %b\n\n" % msgspec.json.encode({"error": openai_error(error)})
+
+
+# ---------------------------------------------------------------- chat templates
+
+
 _TEMPLATES_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
-def template_variables(given: dict[str, Any] | None, **wishes: Any) -> dict[str, Any]:
+def template_variables(
+    given: dict[str, Any] | None,
+    *,
+    tool_choice: str | dict[str, Any],
+    response_format: dict[str, Any] | None,
+    may_call_in_parallel: bool,
+    **wishes: Any,
+) -> dict[str, Any]:
     """What the chat template is told besides messages and tools: wishes of the API's own (None: not said), then what
     the client gives it by name. A template takes what it knows. Raises BadRequest for names that are not the client's.
     """
     told = {name: wish for name, wish in wishes.items() if wish is not None}
+    if response_format is not None:
+        told["response_format"] = response_format
+    if tool_choice != "auto":
+        told["tool_choice"] = tool_choice
+    if not may_call_in_parallel:
+        told["parallel_tool_calls"] = False
     for name in given or ():
         if name in _TEMPLATES_OWN:
             param = f"chat_template_kwargs.{name}"
@@ -233,8 +374,20 @@ def template_variables(given: dict[str, Any] | None, **wishes: Any) -> dict[str,
     return told | (given or {})
 
 
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...] | None:
-    """One stop string or several; None where the request says nothing."""
-    if stop is None:
-        return None
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+# ---------------------------------------------------------------- streams of named events
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event that has its name inside as well."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+
+
+def kind_of(piece: Piece) -> tuple[str | None, str]:
+    """What a piece adds to, text | reasoning | call:INDEX, and what it says; None where it says nothing."""
+    if piece.text:
+        return "text", piece.text
+    if piece.reasoning:
+        return "reasoning", piece.reasoning
+    if piece.tool_index is not None:
+        return f"call:{piece.tool_index}", piece.tool_arguments
+    return None, ""

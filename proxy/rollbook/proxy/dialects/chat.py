@@ -5,21 +5,22 @@ from typing import Any
 
 import msgspec
 
-from rollbook.proxy.config import Asked, settle
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Piece, Reply, Request, ToolCall
 
 from . import (
     Context,
-    Spell,
+    OpenAIDialect,
+    TurnBody,
     check_messages,
+    check_n,
     check_tool_choice,
     check_tools,
     decoder,
-    openai_error,
-    refuse_as_openai,
+    openai_failure,
+    refuse_logit_bias,
     refuse_unless,
-    stop_strings,
+    request_of,
     template_variables,
 )
 
@@ -30,67 +31,45 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+def extra_of(is_stream: bool | None, options: StreamOptions | None, return_token_ids: bool | None) -> dict[str, Any]:
+    """What the rendering of choices needs to know."""
+    return {
+        "include_usage": bool(is_stream and options and options.include_usage),
+        "return_token_ids": bool(return_token_ids),
+    }
+
+
+class Body(TurnBody, kw_only=True, forbid_unknown_fields=True):
     """What the API takes."""
 
     messages: list[dict[str, Any]]
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
     max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = None  # refused where it asks for something
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logprobs: bool | None = None
     reasoning_effort: str | None = None
-    store: bool | None = None
     # They change nothing about an answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    safety_identifier: str | None = None
     verbosity: str | None = None
     # Known, and refused where they ask for something.
-    top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
     audio: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     web_search_options: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    # The names that vLLM and SGLang have for what OpenAI's API has no word for.
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
 
 
 _decode = decoder(Body)
 
 
-class Chat:
+class Chat(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "chat"
-
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
 
     def parse(self, body: bytes, context: Context) -> Request:
         asked = _decode(body)
@@ -103,60 +82,37 @@ class Chat:
         refuse_unless(asked.web_search_options is None, "web_search_options", "the model answers alone")
         refuse_unless(not asked.functions, "functions", "use tools")
         refuse_unless(not asked.function_call, "function_call", "use tool_choice")
-        refuse_unless(not asked.logit_bias, "logit_bias", "tokens are drawn as the policy says")
+        refuse_logit_bias(asked.logit_bias)
         refuse_unless(not asked.top_logprobs, "top_logprobs", "engines report the logprob of the sampled token only")
-        if asked.n is not None and not 1 <= asked.n <= 128:
-            raise BadRequest(f"n must be between 1 and 128, got {asked.n}", param="n")
         form = asked.response_format
         if form is not None and form.get("type") not in ("text", "json_object", "json_schema"):
             raise BadRequest(
                 f"response_format.type must be text, json_object or json_schema, got {form.get('type')!r}",
                 param="response_format",
             )
-        sampling, stop = settle(
-            Asked(
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                min_p=asked.min_p,
-                max_tokens=asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
-                min_tokens=asked.min_tokens,
-                seed=asked.seed,
-                stop=stop_strings(asked.stop),
-                stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
-                frequency_penalty=asked.frequency_penalty,
-                presence_penalty=asked.presence_penalty,
-                repetition_penalty=asked.repetition_penalty,
-            ),
-            context.defaults,
-        )
         form = None if form is None or form["type"] == "text" else form
         choice = check_tool_choice(asked.tool_choice, tools)
-        return Request(
+        return request_of(
+            asked,
+            context,
             dialect=self.name,
             messages=asked.messages,
+            max_tokens=asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens,
+            stop=asked.stop,
             tools=tools,
             tool_choice=choice,
-            model=asked.model or "default",
-            sampling=sampling,
-            stop=stop,
-            n=asked.n or 1,
-            is_stream=bool(asked.stream),
+            n=check_n(asked.n),
             wants_logprobs=bool(asked.logprobs),
             store=asked.store is not False,
             response_format=form,
-            max_total_tokens=context.defaults.max_tokens,
             template=template_variables(
                 asked.chat_template_kwargs,
-                reasoning_effort=asked.reasoning_effort,
-                parallel_tool_calls=False if asked.parallel_tool_calls is False else None,
+                tool_choice=choice,
                 response_format=form,
-                tool_choice=None if choice == "auto" else choice,
+                may_call_in_parallel=asked.parallel_tool_calls is not False,
+                reasoning_effort=asked.reasoning_effort,
             ),
-            extra={
-                "include_usage": bool(asked.stream and asked.stream_options and asked.stream_options.include_usage),
-                "return_token_ids": bool(asked.return_token_ids),
-            },
+            extra=extra_of(asked.stream, asked.stream_options, asked.return_token_ids),
         )
 
     def render(self, request: Request, replies: list[Reply]) -> bytes:
@@ -187,26 +143,15 @@ class Chat:
             "finish_reason": finish_reason(reply),
         }
         if request.wants_logprobs:
-            choice["logprobs"] = {"content": self.logprobs(reply.output_ids, reply.logprobs), "refusal": None}
+            choice["logprobs"] = {"content": self.spelt_logprobs(reply.output_ids, reply.logprobs), "refusal": None}
         if request.extra.get("return_token_ids"):
             choice["token_ids"] = reply.output_ids
         if request.n > 1:
             choice["interaction_id"] = reply.interaction_id  # each sample is its own interaction
         return choice
 
-    def logprobs(self, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
-        content = []
-        for token, logprob in zip(ids, logprobs, strict=True):
-            spelt = self._spell(token)
-            text = spelt.decode("utf-8", "replace")
-            content.append({"token": text, "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
-        return content
-
     def stream(self, request: Request) -> "ChatStream":
         return ChatStream(self, request)
-
-    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
-        return refuse_as_openai(error)
 
 
 def tool_call(call: ToolCall) -> dict[str, Any]:
@@ -266,7 +211,7 @@ class ChatStream:
     def piece(self, choice: int, piece: Piece) -> bytes:
         logprobs = b"null"
         if self._request.wants_logprobs and piece.token_ids:
-            logprobs = _encode({"content": self._chat.logprobs(piece.token_ids, piece.logprobs), "refusal": None})
+            logprobs = _encode({"content": self._chat.spelt_logprobs(piece.token_ids, piece.logprobs), "refusal": None})
         if piece.text:
             delta = b'{"content":%b}' % _encode(piece.text)
         elif piece.reasoning:
@@ -293,4 +238,4 @@ class ChatStream:
         return b"".join(parts)
 
     def fail(self, error: ProxyError) -> bytes:
-        return b"data: %b\n\n" % _encode({"error": openai_error(error)})
+        return openai_failure(error)

@@ -8,67 +8,56 @@ from typing import Any
 
 import msgspec
 
-from rollbook.proxy.config import Asked, settle
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Piece, Reply, Request
 
-from . import Context, Spell, decoder, openai_error, refuse_as_openai, refuse_unless, stop_strings
-from .chat import StreamOptions, usage
+from . import (
+    Context,
+    OpenAIBody,
+    OpenAIDialect,
+    check_n,
+    decoder,
+    openai_failure,
+    refuse_logit_bias,
+    refuse_unless,
+    request_of,
+)
+from .chat import StreamOptions, extra_of, usage
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(OpenAIBody, kw_only=True, forbid_unknown_fields=True):
     """What the API takes."""
 
     prompt: str | list[Any]
-    model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     n: int | None = None
-    stream: bool | None = None
+    max_tokens: int | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # refused where it asks for something
+    return_token_ids: bool | None = None
     logprobs: int | None = None
-    user: str | None = None
     # Known, and refused where they ask for something.
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    logit_bias: dict[str, float] | None = None
-    # The names that vLLM and SGLang have for what OpenAI's API has no word for.
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    return_token_ids: bool | None = None
 
 
 _decode = decoder(Body)
 
 
-class Completions:
+class Completions(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "completions"
-
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
 
     def parse(self, body: bytes, context: Context) -> Request:
         asked = _decode(body)
         refuse_unless(not asked.echo, "echo", "the client has the prompt")
         refuse_unless(not asked.suffix, "suffix", "answers go on after the prompt")
         refuse_unless(asked.best_of in (None, 1, asked.n), "best_of", "every sample is given; use n")
-        refuse_unless(not asked.logit_bias, "logit_bias", "tokens are drawn as the policy says")
+        refuse_logit_bias(asked.logit_bias)
         refuse_unless((asked.logprobs or 0) <= 1, "logprobs", "engines report the sampled token's only: use 0 or 1")
-        if asked.n is not None and not 1 <= asked.n <= 128:
-            raise BadRequest(f"n must be between 1 and 128, got {asked.n}", param="n")
         prompt = asked.prompt
         if isinstance(prompt, list):
             if len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -79,37 +68,16 @@ class Completions:
                 raise BadRequest("prompt must be one text or one list of token ids", param="prompt")
         if not prompt:
             raise BadRequest("prompt must not be empty", param="prompt")
-        sampling, stop = settle(
-            Asked(
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                min_p=asked.min_p,
-                max_tokens=asked.max_tokens,
-                min_tokens=asked.min_tokens,
-                seed=asked.seed,
-                stop=stop_strings(asked.stop),
-                stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
-                frequency_penalty=asked.frequency_penalty,
-                presence_penalty=asked.presence_penalty,
-                repetition_penalty=asked.repetition_penalty,
-            ),
-            context.defaults,
-        )
-        return Request(
+        return request_of(
+            asked,
+            context,
             dialect=self.name,
             messages=[{"role": "user", "content": prompt}],
-            model=asked.model or "default",
-            sampling=sampling,
-            stop=stop,
-            n=asked.n or 1,
-            is_stream=bool(asked.stream),
+            max_tokens=asked.max_tokens,
+            stop=asked.stop,
+            n=check_n(asked.n),
             wants_logprobs=asked.logprobs is not None,
-            max_total_tokens=context.defaults.max_tokens,
-            extra={
-                "include_usage": bool(asked.stream and asked.stream_options and asked.stream_options.include_usage),
-                "return_token_ids": bool(asked.return_token_ids),
-            },
+            extra=extra_of(asked.stream, asked.stream_options, asked.return_token_ids),
         )
 
     def render(self, request: Request, replies: list[Reply]) -> bytes:
@@ -146,9 +114,6 @@ class Completions:
 
     def stream(self, request: Request) -> "CompletionsStream":
         return CompletionsStream(self, request)
-
-    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
-        return refuse_as_openai(error)
 
 
 class CompletionsStream:
@@ -189,4 +154,4 @@ class CompletionsStream:
         return out + b"data: [DONE]\n\n"
 
     def fail(self, error: ProxyError) -> bytes:
-        return b"data: %b\n\n" % _encode({"error": openai_error(error)})
+        return openai_failure(error)

@@ -9,11 +9,23 @@ from typing import Any
 
 import msgspec
 
-from rollbook.proxy.config import Asked, settle
 from rollbook.proxy.errors import BadRequest, ContextOverflow, ProxyError
 from rollbook.proxy.request import Message, Piece, Reply, Request, ToolCall
 
-from . import Context, Spell, check_messages, check_tool_choice, check_tools, decoder, refuse_unless, template_variables
+from . import Body as SharedBody
+from . import (
+    Context,
+    Spell,
+    check_messages,
+    check_tool_choice,
+    check_tools,
+    decoder,
+    event,
+    kind_of,
+    refuse_unless,
+    request_of,
+    template_variables,
+)
 
 _encode = msgspec.json.Encoder().encode
 
@@ -25,20 +37,15 @@ class ThreadRefused(BadRequest):
     """The client wants the server to keep its history; it can send it instead."""
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(SharedBody, kw_only=True, forbid_unknown_fields=True):
     """What the API takes, of all its versions."""
 
     messages: list[dict[str, Any]]
-    model: str | None = None
     max_tokens: int | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
@@ -61,12 +68,6 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     compaction: Any = None
     fallbacks: Any = None
     fallback_credit_token: Any = None
-    # The names that vLLM and SGLang have for what Anthropic's API has no word for.
-    seed: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -96,40 +97,24 @@ class Messages:
         output = asked.output_config or {}
         form = _read_format(output.get("format") or asked.output_format)
         choice = check_tool_choice(_read_tool_choice(asked.tool_choice), tools)
-        sampling, stop = settle(
-            Asked(
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                min_p=asked.min_p,
-                max_tokens=asked.max_tokens,
-                min_tokens=asked.min_tokens,
-                seed=asked.seed,
-                stop=None if asked.stop_sequences is None else tuple(asked.stop_sequences),
-                stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
-                repetition_penalty=asked.repetition_penalty,
-            ),
-            context.defaults,
-        )
-        return Request(
+        return request_of(
+            asked,
+            context,
             dialect=self.name,
             messages=messages,
+            max_tokens=asked.max_tokens,
+            stop=asked.stop_sequences,
             tools=tools,
             tool_choice=choice,
-            model=asked.model or "default",
-            sampling=sampling,
-            stop=stop,
-            is_stream=bool(asked.stream),
             response_format=form,
             role=context.headers.get(b"x-claude-code-agent-id", b"").decode("latin-1") or None,
-            max_total_tokens=context.defaults.max_tokens,
             template=template_variables(
                 asked.chat_template_kwargs,
+                tool_choice=choice,
+                response_format=form,
+                may_call_in_parallel=not (asked.tool_choice or {}).get("disable_parallel_tool_use"),
                 enable_thinking=None if asked.thinking is None else asked.thinking.get("type") != "disabled",
                 reasoning_effort=output.get("effort"),
-                parallel_tool_calls=False if (asked.tool_choice or {}).get("disable_parallel_tool_use") else None,
-                response_format=form,
-                tool_choice=None if choice == "auto" else choice,
             ),
         )
 
@@ -406,7 +391,7 @@ class MessagesStream:
         self._request = request
         self._id = ""
         self._index = -1
-        self._open: str | None = None  # thinking | text | call:INDEX
+        self._open: str | None = None  # see kind_of
         self._arguments: list[str] = []
         self._delta_head = b""
 
@@ -422,22 +407,17 @@ class MessagesStream:
             "stop_sequence": None,
             "usage": _usage(first.prompt_tokens, 0),
         }
-        return _event("message_start", message=message)
+        return event("message_start", message=message)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if piece.text:
-            kind, said = "text", piece.text
-        elif piece.reasoning:
-            kind, said = "thinking", piece.reasoning
-        elif piece.tool_index is not None:
-            kind, said = f"call:{piece.tool_index}", ""
-        else:
+        kind, said = kind_of(piece)
+        if kind is None:
             return b""
         out = b""
         if kind != self._open:
             out = self._close() + self._begin(kind, piece)
         if kind.startswith("call"):
-            self._arguments.append(piece.tool_arguments)
+            self._arguments.append(said)
             return out
         return b"%b%b%b}}\n\n" % (out, self._delta_head, _encode(said))
 
@@ -445,48 +425,45 @@ class MessagesStream:
         self._open = kind
         self._index += 1
         block: dict[str, Any]
+        name = b"text"
         if kind == "text":
             block = {"type": "text", "text": ""}
-        elif kind == "thinking":
-            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind == "reasoning":
+            name, block = b"thinking", {"type": "thinking", "thinking": "", "signature": ""}
         else:
             self._arguments = []
             block = {"type": "tool_use", "id": piece.tool_id, "name": piece.tool_name, "input": {}}
         head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d' % self._index
-        self._delta_head = b'%b,"delta":{"type":"%b_delta","%b":' % (head, kind.encode(), kind.encode())
-        return _event("content_block_start", index=self._index, content_block=block)
+        self._delta_head = b'%b,"delta":{"type":"%b_delta","%b":' % (head, name, name)
+        return event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, **delta: Any) -> bytes:
-        return _event("content_block_delta", index=self._index, delta=delta)
+        return event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         out = b""
-        if self._open == "thinking":
+        if self._open == "reasoning":
             out = self._delta(type="signature_delta", signature=f"rb-{self._id}")
         elif self._open.startswith("call"):
             given = _input("".join(self._arguments)).decode()
             out = self._delta(type="input_json_delta", partial_json=given)
         self._open = None
-        return out + _event("content_block_stop", index=self._index)
+        return out + event("content_block_stop", index=self._index)
 
     def end(self, replies: list[Reply]) -> bytes:
         reply = replies[0]
         reason, sequence = self._messages.stop_reason(self._request, reply)
         return (
             self._close()
-            + _event(
+            + event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
                 usage=_usage(reply.prompt_tokens, len(reply.output_ids)),
             )
-            + _event("message_stop")
+            + event("message_stop")
         )
 
     def fail(self, error: ProxyError) -> bytes:
         return b"event: error\ndata: %b\n\n" % _encode(_error(error))
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))

@@ -12,86 +12,57 @@ from typing import Any
 
 import msgspec
 
-from rollbook.proxy.config import Asked, settle
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Message, Piece, Reply, Request
 
 from . import (
     Context,
-    Spell,
+    OpenAIDialect,
+    TurnBody,
     check_messages,
     check_parts,
     check_tool_choice,
     check_tools,
     decoder,
+    event,
+    kind_of,
     openai_error,
-    refuse_as_openai,
     refuse_unless,
-    stop_strings,
+    request_of,
     template_variables,
 )
 
 _encode = msgspec.json.Encoder().encode
 
 
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Body(TurnBody, kw_only=True, forbid_unknown_fields=True):
     """What the API takes."""
 
     input: str | list[dict[str, Any]] | None = None
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     include: list[str] | None = None
     # They change nothing about an answer.
-    store: bool | None = None
     stream_options: dict[str, Any] | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    safety_identifier: str | None = None
     max_tool_calls: int | None = None
     # Known, and refused where they ask for something.
-    top_logprobs: int | None = None
     truncation: str | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: dict[str, Any] | None = None
     context_management: Any = None
-    # The names that vLLM and SGLang have for what OpenAI's API has no word for.
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 _decode = decoder(Body)
 
 
-class Responses:
+class Responses(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "responses"
-
-    def __init__(self, spell: Spell) -> None:
-        self._spell = spell
 
     def parse(self, body: bytes, context: Context) -> Request:
         asked = _decode(body)
@@ -112,42 +83,24 @@ class Responses:
             choice = {"type": "function", "function": {"name": choice.get("name")}}
         choice = check_tool_choice(choice, tools)
         form = _read_format(asked.text)
-        sampling, stop = settle(
-            Asked(
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                min_p=asked.min_p,
-                max_tokens=asked.max_output_tokens,
-                min_tokens=asked.min_tokens,
-                seed=asked.seed,
-                stop=stop_strings(asked.stop),
-                stop_token_ids=None if asked.stop_token_ids is None else tuple(asked.stop_token_ids),
-                frequency_penalty=asked.frequency_penalty,
-                presence_penalty=asked.presence_penalty,
-                repetition_penalty=asked.repetition_penalty,
-            ),
-            context.defaults,
-        )
-        return Request(
+        return request_of(
+            asked,
+            context,
             dialect=self.name,
             messages=messages,
+            max_tokens=asked.max_output_tokens,
+            stop=asked.stop,
             tools=tools,
             tool_choice=choice,
-            model=asked.model or "default",
-            sampling=sampling,
-            stop=stop,
-            is_stream=bool(asked.stream),
             wants_logprobs="message.output_text.logprobs" in (asked.include or ()),
             parent_id=asked.previous_response_id,
             response_format=form,
-            max_total_tokens=context.defaults.max_tokens,
             template=template_variables(
                 asked.chat_template_kwargs,
-                reasoning_effort=(asked.reasoning or {}).get("effort"),
-                parallel_tool_calls=False if asked.parallel_tool_calls is False else None,
+                tool_choice=choice,
                 response_format=form,
-                tool_choice=None if choice == "auto" else choice,
+                may_call_in_parallel=asked.parallel_tool_calls is not False,
+                reasoning_effort=(asked.reasoning or {}).get("effort"),
             ),
             extra={
                 "instructions": asked.instructions,
@@ -162,8 +115,6 @@ class Responses:
                 "store": asked.store is not False,
                 "user": asked.user,
                 "truncation": "disabled",
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
             },
         )
 
@@ -195,25 +146,14 @@ class Responses:
         if reply.reasoning:
             items.append(_reasoning_item(tail, reply.reasoning))
         if reply.content or not reply.tool_calls:
-            logprobs = self.logprobs(reply.output_ids, reply.logprobs) if request.wants_logprobs else []
+            logprobs = self.spelt_logprobs(reply.output_ids, reply.logprobs) if request.wants_logprobs else []
             items.append(_message_item(tail, reply.content or "", logprobs))
         for i, call in enumerate(reply.tool_calls):
             items.append(_call_item(tail, i, call.id, call.name, call.arguments))
         return items
 
-    def logprobs(self, ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
-        content = []
-        for token, logprob in zip(ids, logprobs, strict=True):
-            spelt = self._spell(token)
-            text = spelt.decode("utf-8", "replace")
-            content.append({"token": text, "logprob": logprob, "bytes": list(spelt), "top_logprobs": []})
-        return content
-
     def stream(self, request: Request) -> "ResponsesStream":
         return ResponsesStream(self, request)
-
-    def refuse(self, error: ProxyError) -> tuple[int, bytes]:
-        return refuse_as_openai(error)
 
 
 def read_items(items: str | list[dict[str, Any]] | None) -> list[Message]:
@@ -327,6 +267,8 @@ def _shell(request: Request, interaction_id: str | None, created: int) -> dict[s
         "model": request.model,
         "output": [],
         "usage": None,
+        "temperature": request.sampling.temperature,
+        "top_p": request.sampling.top_p,
         **request.extra,
     }
 
@@ -366,16 +308,15 @@ class ResponsesStream:
         self._created = int(time.time())
         self._n = 0  # events so far
         self._index = -1  # of the open item
-        self._open: str | None = None  # reasoning | message | call:INDEX
+        self._open: str | None = None  # see kind_of
         self._said: list[str] = []  # of the open item
         self._logprobs: list[Any] = []
         self._call: tuple[int, str, str] = (0, "", "")  # index, id, name
         self._delta_head = b""
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        event = {"type": kind, "sequence_number": self._n, **fields}
         self._n += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
+        return event(kind, sequence_number=self._n - 1, **fields)
 
     def begin(self, first: Piece) -> bytes:
         self._tail = (first.interaction_id or "").removeprefix("resp_")
@@ -383,13 +324,8 @@ class ResponsesStream:
         return self._event("response.created", response=shell) + self._event("response.in_progress", response=shell)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if piece.text:
-            kind, said = "message", piece.text
-        elif piece.reasoning:
-            kind, said = "reasoning", piece.reasoning
-        elif piece.tool_index is not None:
-            kind, said = f"call:{piece.tool_index}", piece.tool_arguments
-        else:
+        kind, said = kind_of(piece)
+        if kind is None:
             return b""
         out = b""
         if kind != self._open:
@@ -398,14 +334,14 @@ class ResponsesStream:
             return out
         self._said.append(said)
         logprobs: list[Any] = []
-        if self._request.wants_logprobs and kind == "message":
-            logprobs = self._responses.logprobs(piece.token_ids, piece.logprobs)
+        if self._request.wants_logprobs and kind == "text":
+            logprobs = self._responses.spelt_logprobs(piece.token_ids, piece.logprobs)
             self._logprobs += logprobs
         out += b'%b%d,"delta":%b%b}\n\n' % (
             self._delta_head,
             self._n,
             _encode(said),
-            b',"logprobs":%b' % _encode(logprobs) if kind == "message" else b"",
+            b',"logprobs":%b' % _encode(logprobs) if kind == "text" else b"",
         )
         self._n += 1
         return out
@@ -415,7 +351,7 @@ class ResponsesStream:
 
     @property
     def _item_id(self) -> str:
-        if self._open == "message":
+        if self._open == "text":
             return f"msg_{self._tail}"
         return f"rs_{self._tail}" if self._open == "reasoning" else f"fc_{self._tail}_{self._call[0]}"
 
@@ -423,21 +359,21 @@ class ResponsesStream:
         self._open = kind
         self._index += 1
         self._said, self._logprobs = [], []
-        if kind == "message":
-            item, event = _message_item(self._tail, None, [], "in_progress"), "response.output_text.delta"
+        if kind == "text":
+            item, delta = _message_item(self._tail, None, [], "in_progress"), "response.output_text.delta"
         elif kind == "reasoning":
-            item, event = _reasoning_item(self._tail, None, "in_progress"), "response.reasoning_text.delta"
+            item, delta = _reasoning_item(self._tail, None, "in_progress"), "response.reasoning_text.delta"
         else:
             self._call = (piece.tool_index or 0, piece.tool_id or "", piece.tool_name or "")
             item = _call_item(self._tail, *self._call, "", "in_progress")
-            event = "response.function_call_arguments.delta"
+            delta = "response.function_call_arguments.delta"
         place: dict[str, Any] = {"item_id": self._item_id, "output_index": self._index}
         if not kind.startswith("call"):
             place["content_index"] = 0
-        head = _encode({"type": event, **place})[:-1]
-        self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (event.encode(), head)
+        head = _encode({"type": delta, **place})[:-1]
+        self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (delta.encode(), head)
         out = self._event("response.output_item.added", output_index=self._index, item=item)
-        if kind == "message":
+        if kind == "text":
             out += self._event("response.content_part.added", **self._place(), part=_text_part("", []))
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
@@ -448,7 +384,7 @@ class ResponsesStream:
         if self._open is None:
             return b""
         text = "".join(self._said)
-        if self._open == "message":
+        if self._open == "text":
             item = _message_item(self._tail, text, self._logprobs)
             out = self._event("response.output_text.done", **self._place(), text=text, logprobs=self._logprobs)
             out += self._event("response.content_part.done", **self._place(), part=_text_part(text, self._logprobs))
@@ -473,7 +409,7 @@ class ResponsesStream:
     def end(self, replies: list[Reply]) -> bytes:
         out = b""
         if self._index < 0 and self._open is None:
-            out = self._begin("message", Piece())  # an empty answer is a message all the same
+            out = self._begin("text", Piece())  # an empty answer is a message all the same
         out += self._close()
         response = self._responses.response(self._request, replies[0])
         response["created_at"] = self._created
