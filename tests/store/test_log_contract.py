@@ -188,6 +188,11 @@ def test_a_frame_holds_its_event_and_says_where_it_begins(log: Log) -> None:
         assert batch["position"].to_pylist() == list(range(first, first + batch.num_rows))
         assert first <= position < first + batch.num_rows
         assert size_bytes >= 0
+        some = log.frame("first", position, ["output_ids"])
+        assert (
+            some.batch["output_ids"].to_pylist()
+            == batch["output_ids"].to_pylist()[some.first - first :][: len(some.batch)]
+        )
     with pytest.raises(KeyError, match="position 7 of writer 'first'"):
         log.frame("first", 7)
 

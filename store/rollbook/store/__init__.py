@@ -13,6 +13,7 @@ from .errors import (
     LogClosed,
     LogCorrupt,
     LogWriteFailed,
+    PackageMissing,
     PayloadPruned,
     QueryRefused,
     StoreError,
@@ -42,6 +43,7 @@ from .verify import Report, verify
 
 if TYPE_CHECKING:
     from .book import Book, open_book
+    from .connection import Connection, connect
 
 __all__ = [
     "SCHEMA",
@@ -55,6 +57,7 @@ __all__ = [
     "BookBusy",
     "BookNotFound",
     "BookTooNew",
+    "Connection",
     "Cursor",
     "DirectoryLog",
     "EpisodeClosed",
@@ -69,6 +72,7 @@ __all__ = [
     "LogWriteFailed",
     "MemoryLog",
     "Messages",
+    "PackageMissing",
     "PayloadPruned",
     "PolicyPublished",
     "PrunePlan",
@@ -81,6 +85,7 @@ __all__ = [
     "StoreError",
     "TokensScored",
     "__version__",
+    "connect",
     "new_id",
     "open_book",
     "plan_prune",
@@ -95,4 +100,8 @@ def __getattr__(name: str) -> Any:
         from . import book
 
         return getattr(book, name)
+    if name in ("Connection", "connect"):
+        from .connection import Connection, connect
+
+        return {"Connection": Connection, "connect": connect}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -156,7 +156,7 @@ class Book:
         """
         named = named_relations(query) - tables.keys()
         if "tokens" in named:
-            tables = {**tables, "tokens": self._all_tokens()}
+            tables = {**tables, "tokens": self.all_tokens()}
         if "tool_calls" in named:
             tables = {**tables, "tool_calls": self.tool_calls()}
         with self.views.cursor() as cursor:
@@ -252,7 +252,8 @@ class Book:
         query = f"{query} where interaction_id in (select id from _wanted) order by recorded_at, event_id"
         return read_tokens(self.log, self.sql(query, _wanted=wanted))
 
-    def _all_tokens(self) -> pa.Table:
+    def all_tokens(self) -> pa.Table:
+        """`tokens` of the whole book. Raises BadSelection where that would be more than MAX_TOKENS rows."""
         found = self.sql("select coalesce(sum(n_prompt - n_shared + n_output), 0)::bigint as n from interactions")
         n = found["n"][0].as_py()
         if n > MAX_TOKENS:

@@ -10,6 +10,7 @@
     ├── LogClosed       appended after close, or after a failed write stopped the log
     ├── LogWriteFailed  the disk refused a write or a sync; nothing of it was acknowledged
     ├── QueryRefused    SQL that the read-only surface does not allow, or that went over its limits
+    ├── PackageMissing  an optional package that is asked for and not installed
     └── BadSelection    a selection, credit scheme or reward expression that cannot be read
 
 Every message says what was expected, what came and what to do.
@@ -54,6 +55,10 @@ class LogWriteFailed(StoreError, OSError):
 
 class QueryRefused(StoreError):
     """SQL that the read-only surface does not allow, or that went over its limits."""
+
+
+class PackageMissing(StoreError, ImportError):
+    """An optional package that is asked for and not installed."""
 
 
 class BadSelection(StoreError, ValueError):

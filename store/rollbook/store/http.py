@@ -23,6 +23,7 @@ from .events import SCHEMA, Event, check, to_batch
 from .log import START, Cursor, Frame, advance
 
 _WAIT_S = 1.0  # that a follower's request waits for news; so long `close` may take to end it
+_FRAME_ROWS = 256
 
 
 class HttpLog:
@@ -39,6 +40,7 @@ class HttpLog:
         self._timeout_s = timeout_s
         self._tls = ssl.create_default_context() if self.url.startswith("https:") else False  # made once: it is slow
         self._is_closed = False
+        self._ends: dict[str, int] = {}  # writer -> the next position, of what was read
         self._client = self._connect()
         try:
             self._writer = self._writer_there()
@@ -105,7 +107,9 @@ class HttpLog:
                 if answer.status_code != 200:
                     answer.read()
                     raise StoreError(f"{self.url} gave no events: {answer.status_code}, {_message(answer)}")
-                yield from pa.ipc.open_stream(pa.PythonFile(_Body(answer.iter_bytes(1 << 20)), mode="r"))
+                for batch in pa.ipc.open_stream(pa.PythonFile(_Body(answer.iter_bytes(1 << 20)), mode="r")):
+                    self._ends = {**self._ends, **advance({}, batch)}
+                    yield batch
         except httpx.HTTPError as error:
             raise StoreError(f"{self.url} stopped answering ({error}); read on from the cursor reached") from error
 
@@ -131,9 +135,12 @@ class HttpLog:
             raise StoreError(f"{self.url} gave no events: {answer.status_code}, {_message(answer)}")
         return pa.ipc.open_stream(answer.content).read_all()
 
-    def frame(self, writer: str, position: int) -> Frame:
-        (batch,) = self.gather([(writer, position)]).to_batches()
-        return Frame(position, batch, batch.nbytes)
+    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+        # With its neighbours, as far as they are known to be there: whoever reads one row comes back for the next.
+        end = min(self._ends.get(writer, 0), position + _FRAME_ROWS)
+        stored = self.gather([(writer, at) for at in range(position, max(end, position + 1))])
+        (batch,) = stored.combine_chunks().to_batches()
+        return Frame(position, batch, batch.get_total_buffer_size())
 
     def _require_open(self) -> None:
         if self._is_closed:
