@@ -6,6 +6,7 @@ so that the same folder gives the same text here and in transformers. What to re
 """
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 import numpy as np
 import tokenizers
 
@@ -60,6 +62,8 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template cannot be read: {error}; point to one that can") from error
         self.template_names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(chat_template)))
+        self._globals = {**self._template.globals, "documents": None, **specials}
+        self._words = Words(backend) if Words.fit(backend) else None
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | Path | None = None) -> Self:
@@ -96,6 +100,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> Int32s:
         """int32 [n]; nothing is added at either end, special tokens written out in the text become their ids."""
+        if self._words is not None:
+            return np.array(self._words.encode(text), np.int32)
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: "Int32s | Sequence[int]", *, skip_special_tokens: bool = False) -> str:
@@ -113,13 +119,15 @@ class Tokenizer:
     ) -> str:
         """The chat template's text for a conversation. Raises BadRequest with the template's own words."""
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._specials, **variables},
-            )
+            # What `Template.render` does, without gathering the names that are always the same each time.
+            known = {
+                **self._globals,
+                "messages": messages,
+                "tools": tools or None,
+                "add_generation_prompt": add_generation_prompt,
+                **variables,
+            }
+            return "".join(self._template.root_render_func(self._template.new_context(known, shared=True)))
         except jinja2.TemplateError as error:
             raise BadRequest(
                 f"the model's chat template refuses these messages: {error.message}", param="messages"
@@ -128,6 +136,131 @@ class Tokenizer:
             raise BadRequest(
                 f"the model's chat template cannot render these messages: {error}", param="messages"
             ) from error
+
+
+# ---------------------------------------------------------------- tokens of words
+
+_PATTERNS = frozenset(
+    {
+        # GPT-2's is what ByteLevel uses where no other is given; then Llama 3's, and Qwen's.
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+_LINE = re.compile(r"(?<=\S\n)(?=[A-Za-z])")
+_MOST_WORDS, _MOST_NEW, _LONG_WORD = 50_000, 8, 64
+
+
+class Words:
+    """The ids of text, put together from those of its words: what a byte-level BPE does, remembered word by word.
+
+    Such a tokenizer cuts text by a pattern before it merges, and no token crosses a cut. All patterns that are known here
+    cut before ` x` where x is an ASCII letter and what comes before is no white space, and before x where a single line
+    break comes before it. So the parts between such places can be encoded alone. Text with many new words is encoded as
+    a whole.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._encode = backend.encode
+        self._words: dict[str, tuple[int, ...]] = {}  # of " " + word
+        self._parts: dict[str, tuple[int, ...]] = {}  # of other parts
+
+    @staticmethod
+    def fit(backend: tokenizers.Tokenizer) -> bool:
+        """Whether a tokenizer is of this kind."""
+        config = msgspec.json.decode(backend.to_str(), type=_Config)
+        if config.model.type != "BPE" or config.model.dropout or config.truncation or config.padding:
+            return False
+        if config.normalizer is not None and config.normalizer.type != "NFC":
+            return False
+        if any(t.lstrip or t.rstrip or t.single_word or re.search(r"\s", t.content) for t in config.added_tokens):
+            return False
+        steps = [config.pre_tokenizer] if config.pre_tokenizer is not None else []
+        while any(step.type == "Sequence" for step in steps):
+            steps = [inner for step in steps for inner in (step.pretokenizers if step.type == "Sequence" else [step])]
+        is_cut = False
+        for step in steps:
+            if step.type == "ByteLevel" and not step.add_prefix_space:
+                is_cut = is_cut or step.use_regex
+            elif step.type == "Split" and step.pattern.get("Regex") in _PATTERNS and not step.invert:
+                is_cut = True
+            elif step.type != "Digits":
+                return False
+        return is_cut and bool(steps) and steps[-1].type == "ByteLevel"
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, as the tokenizer gives them without special tokens at its ends."""
+        ids: list[int] = []
+        take, known, n_new = ids.extend, self._words.get, 0
+        run, *words = text.split(" ")  # run: what comes before the next place where text can be cut
+        for word in words:
+            found = known(word)
+            if found is None and word[:1].isalpha() and word[0].isascii() and word.isprintable():
+                n_new += 1
+                if n_new > _MOST_NEW:
+                    return list(self._encode(text, add_special_tokens=False).ids)
+                found = self._learn(self._words, word, " " + word)
+            if found is None or run.endswith(" ") or not run[-1:].isprintable():
+                run = f"{run} {word}"
+                continue
+            if run:
+                self._take_run(run, ids)
+                run = ""
+            take(found)
+        if run:
+            self._take_run(run, ids)
+        return ids
+
+    def _take_run(self, run: str, ids: list[int]) -> None:
+        for part in _LINE.split(run):
+            found = self._parts.get(part)
+            ids.extend(self._learn(self._parts, part, part) if found is None else found)
+
+    def _learn(self, memory: dict[str, tuple[int, ...]], name: str, text: str) -> tuple[int, ...]:
+        ids = tuple(self._encode(text, add_special_tokens=False).ids)
+        if len(text) <= _LONG_WORD:
+            if len(memory) >= _MOST_WORDS:
+                memory.clear()
+            memory[name] = ids
+        return ids
+
+
+class _Step(msgspec.Struct):
+    """Of a tokenizer.json: a step before the model."""
+
+    type: str
+    pretokenizers: "list[_Step]" = []
+    pattern: dict[str, Any] = {}
+    invert: bool = False
+    use_regex: bool = True
+    add_prefix_space: bool = False
+
+
+class _Added(msgspec.Struct):
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+
+
+class _Model(msgspec.Struct):
+    type: str = ""
+    dropout: float | None = None
+
+
+class _Normalizer(msgspec.Struct):
+    type: str
+
+
+class _Config(msgspec.Struct):
+    """Of a tokenizer.json: what decides whether `Words` fits."""
+
+    model: _Model
+    added_tokens: list[_Added] = []
+    normalizer: _Normalizer | None = None
+    pre_tokenizer: _Step | None = None
+    truncation: Any = None
+    padding: Any = None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -198,8 +331,23 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+_DICT_NAMES = frozenset(dir(dict))
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox. `message.role` looks for a key at once where a dict has no such attribute: there it comes to that."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
