@@ -28,7 +28,9 @@ def trained(steps) -> Tokenizer:
 
 KINDS = {
     "gpt2": trained([pre_tokenizers.ByteLevel(add_prefix_space=False)]),
-    "smollm": trained([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+    "smollm": trained(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
     **{
         f"pattern {n}": trained(
             [
@@ -43,7 +45,27 @@ KINDS["pattern 0"].normalizer = normalizers.NFC()
 WORDS = {name: Words(kind) for name, kind in KINDS.items()}
 
 PIECES = (
-    *("the", "cat", "dog's", "WE'LL", "x", "Y", "12", "345", "1st", ".", "!", ",,", "'", "'s", "(", "+", "=>", "-", "_"),
+    *(
+        "the",
+        "cat",
+        "dog's",
+        "WE'LL",
+        "x",
+        "Y",
+        "12",
+        "345",
+        "1st",
+        ".",
+        "!",
+        ",,",
+        "'",
+        "'s",
+        "(",
+        "+",
+        "=>",
+        "-",
+        "_",
+    ),
     *(" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2028", "\u180e", "\u200b", "\x1c", "\x85"),
     *("é", "e\u0301", "\u0301", "日本", "👩‍👧", "ſ", "K", "\ufffd", "\u00ad"),
     *("<|im_start|>", "<|im_end|>", "<tool_call>", "<|im_", "user\n", "assistant"),

@@ -140,11 +140,13 @@ class Tokenizer:
 
 # ---------------------------------------------------------------- tokens of words
 
+_BEFORE_NUMBERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_AFTER_NUMBERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = frozenset(
     {
-        # GPT-2's is what ByteLevel uses where no other is given; then Llama 3's, and Qwen's.
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        # GPT-2's is what ByteLevel uses where no other is given.
+        _BEFORE_NUMBERS + r"\p{N}{1,3}" + _AFTER_NUMBERS,  # Llama 3
+        _BEFORE_NUMBERS + r"\p{N}" + _AFTER_NUMBERS,  # Qwen
     }
 )
 _LINE = re.compile(r"(?<=\S\n)(?=[A-Za-z])")
@@ -154,10 +156,10 @@ _MOST_WORDS, _MOST_NEW, _LONG_WORD = 50_000, 8, 64
 class Words:
     """The ids of text, put together from those of its words: what a byte-level BPE does, remembered word by word.
 
-    Such a tokenizer cuts text by a pattern before it merges, and no token crosses a cut. All patterns that are known here
-    cut before ` x` where x is an ASCII letter and what comes before is no white space, and before x where a single line
-    break comes before it. So the parts between such places can be encoded alone. Text with many new words is encoded as
-    a whole.
+    Such a tokenizer cuts text by a pattern before it merges, and no token crosses a cut. All patterns that are known
+    here cut before ` x` where x is an ASCII letter and what comes before is no white space, and before x where a single
+    line break comes before it. So the parts between such places can be encoded alone. Text with many new words is
+    encoded as a whole.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -335,7 +337,7 @@ _DICT_NAMES = frozenset(dir(dict))
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox. `message.role` looks for a key at once where a dict has no such attribute: there it comes to that."""
+    """The sandbox. `message.role` looks for the key at once where a dict has no attribute of that name."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_NAMES:
@@ -347,9 +349,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
