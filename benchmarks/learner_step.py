@@ -95,7 +95,7 @@ def learn_row_by_row(backend, algorithm, config, rows):  # type: ignore[no-untyp
 
     kept = module.tries_of
     # A batch of rows without sharing: each row's first token is its own tree.
-    module.tries_of = lambda rows, spec, part=None: [without_sharing(rows)]
+    module.tries_of = lambda rows, spec, backend, part=None: [without_sharing(rows)]
     try:
         return learn(rows, actor=backend, algorithm=algorithm, config=config, version=0, seed=0)
     finally:

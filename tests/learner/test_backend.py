@@ -15,7 +15,7 @@ from rollbook.learner.algorithms import find_algorithm
 from rollbook.learner.backend.model import load_model
 from rollbook.learner.backend.single import SingleBackend, learning_rate
 from rollbook.learner.config import ActorConfig, LoraConfig, MicroBatchSpec, OptimizerConfig
-from rollbook.learner.errors import PoliciesDisagree
+from rollbook.learner.errors import BadSetting, PoliciesDisagree
 from rollbook.learner.learn import learn
 from rollbook.learner.rows import Rows
 from rollbook.learner.trie import Trie, build, micro_batches
@@ -158,3 +158,8 @@ def test_tokens_too_old_and_answers_cut_short_are_left_out(model: str) -> None:
     rows = replace(rows, versions=np.array([-3, 0, 0, 0]), is_cut=np.array([False, True]))
     assert learn_once(model, rows, max_staleness=2).metrics["n_trained_tokens"] == 3
     assert learn_once(model, rows, mask_no_eos=True).metrics["n_trained_tokens"] == 2
+
+
+def test_tokens_of_another_model_are_refused_before_anything_is_computed(model: str) -> None:
+    with pytest.raises(BadSetting, match=r"the book has token id 40, but the model's vocabulary has 32"):
+        learn_once(model, make_rows([([1, 2], [3, 40])]))

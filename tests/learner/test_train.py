@@ -86,6 +86,28 @@ def test_a_finished_run_started_again_does_nothing(tmp_path: Path, model: str) -
     assert [m["loss"] for m in after] == [m["loss"] for m in before]
 
 
+@pytest.mark.timeout(120)
+def test_two_ranks_go_on_where_one_was_and_train_the_same(tmp_path: Path, model: str) -> None:
+    whole = run(echo_config(tmp_path / "one", model, total_train_epochs=4), EchoRollouts())
+    config = echo_config(tmp_path / "two", model, total_train_epochs=4, actor__device="cpu")
+    config.total_train_steps = 2
+    run(config, EchoRollouts())
+    config.total_train_steps, config.actor.backend = None, "fsdp:d2"
+    parts = run(config, EchoRollouts())
+    for name in ("loss", "grad_norm", "reward", "entropy"):
+        assert [m[name] for m in parts] == pytest.approx([m[name] for m in whole], rel=1e-3, abs=1e-5)
+    with open_book(config.book_path) as book:
+        assert book.sql("select version from policies order by 1")["version"].to_pylist() == [0, 1, 2, 3, 4]
+    assert (Path(config.run_path) / "rank-1.log").is_file()
+
+
+def test_fewer_gpus_than_asked_is_a_clear_error_before_anything_is_made(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, actor__backend="fsdp:d64")
+    with pytest.raises(ValueError, match=r"asks for 64 GPUs on this machine and there are \d+; ask for fewer ranks"):
+        run(config, EchoRollouts())
+    assert not list(tmp_path.iterdir())
+
+
 def test_staleness_lets_rollouts_run_ahead(tmp_path: Path, model: str) -> None:
     config = echo_config(tmp_path, model, total_train_epochs=4, rollout__max_head_offpolicyness=2)
     metrics = run(config, EchoRollouts())

@@ -178,9 +178,3 @@ def test_blocked_attention_is_the_dense_one() -> None:
     blocked, _ = attend(None, query, key, value, block_mask(end), scaling=0.3)
     dense, _ = attend(None, query, key, value, dense_mask(end), scaling=0.3)
     torch.testing.assert_close(blocked, dense, rtol=1e-4, atol=1e-5)
-
-
-def test_tokens_outside_the_vocabulary_are_refused() -> None:
-    rows = make_rows([([1, 99], [3])])
-    with pytest.raises(ValueError, match=r"token id 99.*vocabulary has 32"):
-        TreeModel(tiny_model(), Distribution())(build(rows))

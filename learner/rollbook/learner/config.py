@@ -82,7 +82,7 @@ class ModelConfig(Settings):
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
     disable_dropout: bool = True  # a learner that drops out disagrees with its own engine
     mb_spec: MicroBatchSpec = msgspec.field(default_factory=MicroBatchSpec)  # memory
-    backend: str = "single"  # single: one process
+    backend: str = "single"  # single: one process; fsdp:dN: N processes of a GPU each; ref and critic follow the actor
     device: str = "auto"  # auto: the GPU if there is one
     compile: bool = False  # torch.compile the decoder layers
 

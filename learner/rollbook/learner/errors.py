@@ -4,7 +4,8 @@ LearnerError
 ├── NothingToTrain      no rewards, no rows or no groups where some must be
 ├── PoliciesDisagree    engine and learner give the same tokens very different logprobs
 ├── BadSetting          a setting, a model or recorded tokens that do not go together
-└── BadCheckpoint       a checkpoint that is of another model or run, or cannot be read
+├── BadCheckpoint       a checkpoint that is of another model or run, or cannot be read
+└── RankLost            one of the processes that train together is gone
 """
 
 
@@ -26,3 +27,7 @@ class BadSetting(LearnerError, ValueError):
 
 class BadCheckpoint(LearnerError, ValueError):
     """A checkpoint of another model or run, or one that cannot be read."""
+
+
+class RankLost(LearnerError):
+    """One of the processes that train one model together is gone."""

@@ -4,8 +4,7 @@ Shapes: R rows, E entries of the batch.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,12 +15,9 @@ from .algorithms.parts import entry_weights, normalise_advantages
 from .algorithms.recipe import Scores
 from .backend import Backend
 from .config import ActorConfig, CriticConfig, MicroBatchSpec
-from .errors import PoliciesDisagree
+from .errors import BadSetting, PoliciesDisagree
 from .rows import Floats, Ints, Rows
 from .trie import Trie, micro_batches
-
-if TYPE_CHECKING:
-    from .backend import Objective
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,12 @@ def learn(
 ) -> Learned:
     """Train a batch. `version` is that of the weights now; `seed` orders the minibatches.
 
-    Raises PoliciesDisagree before anything is changed where engine and learner are too far apart.
+    Raises BadSetting before anything is computed where the book has tokens that the model does not know, and
+    PoliciesDisagree before anything is changed where engine and learner are too far apart.
     """
+    check_vocabulary(rows, actor)
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
-    tries = tries_of(rows, config.mb_spec)
+    tries = tries_of(rows, config.mb_spec, actor)
     mask_E = trained_mask(rows, config, version)
     now_E, entropy_E = np.zeros(len(mask_E)), np.zeros(len(mask_E))
     is_scored = len(parts) > 1 or algorithm.needs_scores or bool(config.kl_ctl and reference)
@@ -76,41 +74,35 @@ def learn(
         weight_E = entry_weights(rows, part_mask_E, loss_agg=loss_agg, fixed_length=fixed_length)
         mean_E = part_mask_E / max(part_mask_E.sum(), 1.0)
 
-        def objective(trie: Trie, logprobs_E: Tensor, entropies_E: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-            of = _picker(trie, logprobs_E)
-            old_E = of(rows.logprobs)
-            if not is_scored:  # the one pass over the batch: these are the logprobs before the step
-                now_E[trie.entry_E] = logprobs_E.detach().double().cpu().numpy()
-                entropy_E[trie.entry_E] = entropies_E.detach().double().cpu().numpy()
-            prox_E = old_E
-            if config.use_decoupled_loss and config.prox_logp_method == "loglinear":
-                prox_E = old_E + of(interpolation(rows.versions, version)) * (logprobs_E.detach() - old_E)
-            elif config.use_decoupled_loss:
-                prox_E = of(now_E) if is_scored else logprobs_E.detach()
-            return algorithm.loss(
-                Tokens(
-                    logprobs_E=logprobs_E,
-                    entropies_E=entropies_E,
-                    old_E=old_E,
-                    prox_E=prox_E,
-                    ref_E=None if scores.ref_E is None else of(scores.ref_E),
-                    advantages_E=of(advantages_E),
-                    row_E=torch.as_tensor(trie.row_E, device=logprobs_E.device),
-                    n_rows=len(trie.row_indices),
-                    weight_E=of(weight_E),
-                    mean_E=of(mean_E),
-                )
-            )
-
-        report = actor.forward_backward(tries if len(parts) == 1 else tries_of(rows, config.mb_spec, part), objective)
-        if not is_scored:
+        objective = PolicyObjective(
+            algorithm=algorithm,
+            is_decoupled=config.use_decoupled_loss,
+            arrays={
+                "old": rows.logprobs,
+                "advantages": advantages_E,
+                "weight": weight_E,
+                "mean": mean_E,
+                **({} if scores.ref_E is None else {"ref": scores.ref_E}),
+                **proximal(rows, now_E if is_scored else None, config, version),
+            },
+        )
+        found = actor.forward_backward(
+            tries if len(parts) == 1 else tries_of(rows, config.mb_spec, actor, part), objective
+        )
+        report = dict(found.report)
+        if not is_scored:  # the one pass over the batch: these are the logprobs before the step
+            now_E[:], entropy_E[:] = found.values_E, found.entropies_E
             check_gap(now_E, rows, mask_E, config, version)
         report |= actor.step()
         if critic is not None and critic_config is not None:
-            value_objective = _value_objective(critic_config, scores.values_E, returns_E, mean_E)
-            spec = critic_config.mb_spec
-            told = critic.forward_backward(tries_of(rows, spec, part), value_objective) | critic.step()
-            report |= {f"critic_{name}": value for name, value in told.items()}
+            assert scores.values_E is not None
+            assert returns_E is not None
+            value_objective = ValueObjective(
+                config=critic_config, arrays={"old": scores.values_E, "target": returns_E, "mean": mean_E}
+            )
+            told = critic.forward_backward(tries_of(rows, critic_config.mb_spec, critic, part), value_objective)
+            told_more = told.report | critic.step()
+            report |= {f"critic_{name}": value for name, value in told_more.items()}
         return report
 
     metrics: dict[str, float] = {}
@@ -122,38 +114,107 @@ def learn(
     return Learned(metrics, now_E, entropy_E)
 
 
-def _picker(trie: Trie, like: Tensor) -> Callable[[Floats], Tensor]:
-    """From an array over the batch's entries to a tensor over this micro-batch's."""
-    return lambda values_E: torch.as_tensor(values_E[trie.entry_E], dtype=like.dtype, device=like.device)
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective:
+    """See `backend.Objective`: the algorithm's loss over arrays of the batch's entries."""
+
+    algorithm: Algorithm
+    is_decoupled: bool  # the proximal policy is that of `prox`, of `drift`, or (neither) of this very pass
+    arrays: Mapping[str, Floats]  # old, advantages, weight, mean; ref, prox and drift where there are any
+
+    def take(self, entries: Ints) -> "PolicyObjective":
+        return replace(self, arrays={name: values_E[entries] for name, values_E in self.arrays.items()})
+
+    def __call__(self, trie: Trie, values_E: Tensor, entropies_E: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        of = _picker(self.arrays, trie, values_E)
+        old_E = of("old")
+        prox_E = old_E
+        if "drift" in self.arrays:
+            prox_E = old_E + of("drift") * (values_E.detach() - old_E)
+        elif "prox" in self.arrays:
+            prox_E = of("prox")
+        elif self.is_decoupled:
+            prox_E = values_E.detach()
+        return self.algorithm.loss(
+            Tokens(
+                logprobs_E=values_E,
+                entropies_E=entropies_E,
+                old_E=old_E,
+                prox_E=prox_E,
+                ref_E=of("ref") if "ref" in self.arrays else None,
+                advantages_E=of("advantages"),
+                row_E=torch.as_tensor(trie.row_E, device=values_E.device),
+                n_rows=len(trie.row_indices),
+                weight_E=of("weight"),
+                mean_E=of("mean"),
+            )
+        )
 
 
-def _value_objective(
-    config: CriticConfig, old_values_E: Floats | None, returns_E: Floats | None, mean_E: Floats
-) -> "Objective":
-    """Half the squared (or the Huber) distance of value and return, the value's change clipped."""
-    assert old_values_E is not None
-    assert returns_E is not None
+def proximal(rows: Rows, now_E: Floats | None, config: ActorConfig, version: int) -> dict[str, Floats]:
+    """The proximal policy: its logprobs, or how far the current one has drifted to it; see PolicyObjective.
 
-    def distance(values_E: Tensor, target_E: Tensor) -> Tensor:
-        if config.value_loss_type == "huber":
+    now_E: the logprobs before the step; None where the pass at hand finds them.
+    """
+    if not config.use_decoupled_loss:
+        return {}
+    if config.prox_logp_method == "loglinear":
+        return {"drift": interpolation(rows.versions, version)}
+    return {} if now_E is None else {"prox": now_E}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueObjective:
+    """See `backend.Objective`: half the squared (or the Huber) distance of value and return, its change clipped."""
+
+    config: CriticConfig
+    arrays: Mapping[str, Floats]  # old, target, mean
+
+    def take(self, entries: Ints) -> "ValueObjective":
+        return replace(self, arrays={name: values_E[entries] for name, values_E in self.arrays.items()})
+
+    def __call__(self, trie: Trie, values_E: Tensor, entropies_E: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        of = _picker(self.arrays, trie, values_E)
+        old_E, target_E, weight_E = of("old"), of("target"), of("mean")
+        loss_E = self._distance(values_E, target_E)
+        if self.config.value_eps_clip:
+            moved_E = (values_E - old_E).clamp(-self.config.value_eps_clip, self.config.value_eps_clip)
+            loss_E = torch.maximum(loss_E, self._distance(old_E + moved_E, target_E))
+        return (weight_E * loss_E).sum(), {"value": (weight_E * values_E.detach()).sum()}
+
+    def _distance(self, values_E: Tensor, target_E: Tensor) -> Tensor:
+        if self.config.value_loss_type == "huber":
             return torch.nn.functional.huber_loss(values_E, target_E, reduction="none")
         return 0.5 * (values_E - target_E) ** 2
 
-    def objective(trie: Trie, values_E: Tensor, _: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        of = _picker(trie, values_E)
-        old_E, target_E, weight_E = of(old_values_E), of(returns_E), of(mean_E)
-        loss_E = distance(values_E, target_E)
-        if config.value_eps_clip:
-            moved_E = (values_E - old_E).clamp(-config.value_eps_clip, config.value_eps_clip)
-            loss_E = torch.maximum(loss_E, distance(old_E + moved_E, target_E))
-        return (weight_E * loss_E).sum(), {"value": (weight_E * values_E.detach()).sum()}
 
-    return objective
+def _picker(arrays: Mapping[str, Floats], trie: Trie, like: Tensor) -> Callable[[str], Tensor]:
+    """From an array over the batch's entries to a tensor over this micro-batch's."""
+    return lambda name: torch.as_tensor(arrays[name][trie.entry_E], dtype=like.dtype, device=like.device)
 
 
-def tries_of(rows: Rows, spec: MicroBatchSpec, part: Ints | None = None) -> list[Trie]:
-    """The micro-batches of a batch (or of some of its rows)."""
-    return list(micro_batches(rows, part, max_tokens=spec.max_tokens_per_mb, at_least=spec.n_mbs))
+def check_vocabulary(rows: Rows, actor: Backend) -> None:
+    """Raise BadSetting for tokens of another model."""
+    largest = int(rows.ids.max(initial=0))
+    if largest >= actor.vocabulary:
+        raise BadSetting(
+            f"the book has token id {largest}, but the model's vocabulary has {actor.vocabulary}; "
+            "train with the model (and tokenizer) that sampled these tokens"
+        )
+
+
+def tries_of(rows: Rows, spec: MicroBatchSpec, backend: Backend, part: Ints | None = None) -> list[Trie]:
+    """The micro-batches of a batch (or of some of its rows), as many as the backend's ranks can share evenly."""
+    return list(
+        micro_batches(
+            rows,
+            part,
+            max_tokens=spec.max_tokens_per_mb,
+            at_least=spec.n_mbs,
+            ranks=backend.ranks,
+            hidden=backend.hidden,
+        )
+    )
 
 
 def minibatches(rows: Rows, n: int, *, seed: int) -> list[Ints]:

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from rollbook.store.book import Book, open_book
 
 from .algorithms import find_algorithm
-from .backend import Backend, make_backend
+from .backend import Backend, make_backend, ranks_of
 from .batches import Group, recorded_groups
 from .config import ModelConfig, OptimizerConfig, TrainConfig
 from .errors import BadSetting
@@ -44,6 +45,7 @@ class PPOTrainer:
             raise BadSetting("train_dataset has no rows; pass a list of dicts with the tasks to train on")
         self.algorithm = find_algorithm(config.algorithm, config.actor)
         self._rollouts = rollouts
+        self._team: Any = None  # of the ranks that share actor, reference and critic
         self._stack = ExitStack()
 
     def __enter__(self) -> "PPOTrainer":
@@ -76,6 +78,15 @@ class PPOTrainer:
             raise BadSetting(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
         if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None:
             raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path in the config")
+        n_ranks = ranks_of(config.actor.backend)
+        is_shared = config.actor.backend != "single"
+        if is_shared:
+            from .backend import team as ranks
+
+            ranks.check_devices(n_ranks, config.actor.device)
+            if ranks.is_follower():
+                ranks.follow_torchrun(config.actor.device)
+                return
         rollouts: Rollouts | None = None
         if config.scheduler.type != "none":
             rollouts = self._rollouts or find_rollouts(config.scheduler.type)
@@ -88,6 +99,9 @@ class PPOTrainer:
         total_steps = max(1, total_groups // config.groups_per_step)
         if config.total_train_steps is not None:
             total_steps = min(total_steps, config.total_train_steps)
+        if is_shared:
+            self._team = ranks.Team.start(n_ranks, device=config.actor.device, log_folder=Path(config.run_path))
+            self._stack.callback(self._team.close)
         actor = self._backend(config.actor, total_steps, optimizer=config.actor.optimizer)
         reference = None if config.ref is None else self._backend(config.ref, total_steps)
         critic = None
@@ -132,8 +146,9 @@ class PPOTrainer:
         sampling = self.config.gconfig
         temperature = self.config.actor.temperature
         return make_backend(
-            model.backend,
+            self.config.actor.backend,
             model,
+            team=self._team,
             optimizer=optimizer,
             total_steps=total_steps * self.config.actor.ppo_n_minibatches,
             temperature=sampling.temperature if temperature is None else temperature,

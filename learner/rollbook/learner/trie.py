@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .rows import Ints, Rows
+from .rows import Floats, Ints, Rows
 
 Form = Literal["trie", "paths"]
 
@@ -91,13 +91,29 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie") -
     )
 
 
+def cost(trie: Trie, hidden: int) -> float:
+    """What a trie costs, in tokens of a model of this hidden size.
+
+    A token takes 6 N operations and each token it sees 12 L H more; N is about 12 L H^2, so one seen token is 1 / 6H.
+    """
+    return trie.n_nodes + float((trie.depth_T + 1).sum()) / (6 * hidden)
+
+
 def micro_batches(
-    rows: Rows, row_indices: Ints | None = None, *, max_tokens: int, at_least: int = 1, form: Form | None = None
+    rows: Rows,
+    row_indices: Ints | None = None,
+    *,
+    max_tokens: int,
+    at_least: int = 1,
+    ranks: int = 1,
+    hidden: int = 1024,
+    form: Form | None = None,
 ) -> Iterator[Trie]:
     """Cut rows into tries of at most `max_tokens` nodes.
 
     A row never leaves its path: what its micro-batch lacks of a shared prefix is computed again there. A single path
     longer than the budget stands alone. Neighbours in the tree stay together, so little is computed twice.
+    Several ranks get a multiple of their number, all of about the same cost (for a model of this hidden size).
     form None: the cheaper one, see TREE_COST.
     """
     chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
@@ -108,7 +124,7 @@ def micro_batches(
     shared = _shared_with_previous(rows, order)
     continued = np.where(shared == np.append(0, lengths[:-1]), shared, 0)
     plans = {
-        name: _plan(lengths, seen, continued > 0, max_tokens=max_tokens, at_least=at_least)
+        name: _plan(lengths, seen, continued > 0, max_tokens=max_tokens, at_least=at_least, ranks=ranks, hidden=hidden)
         for name, seen in (("trie", shared), ("paths", continued))
         if form in (None, name)
     }
@@ -119,27 +135,64 @@ def micro_batches(
 
 
 def _plan(
-    lengths: Ints, seen: Ints, continues: npt.NDArray[np.bool_], *, max_tokens: int, at_least: int
+    lengths: Ints,
+    seen: Ints,
+    continues: npt.NDArray[np.bool_],
+    *,
+    max_tokens: int,
+    at_least: int,
+    ranks: int,
+    hidden: int,
 ) -> tuple[list[tuple[int, int]], int]:
     """Where a depth-first order of rows is cut, and the nodes that are computed in all.
 
-    seen: tokens of a row that the one before it computes. continues: a row goes on where the one before it ends. Cuts
-    fall between such chains where a chain fits the budget, since the row after a cut computes all of its prefix.
+    seen: tokens of a row that the one before it computes. continues: a row goes on where the one before it ends. As few
+    pieces as memory, `at_least` and a multiple of `ranks` allow, and of the ways to cut them the one whose dearest
+    piece is cheapest.
     """
-    fresh = lengths - seen
-    budget = max_tokens if at_least == 1 else min(max_tokens, -(-int(fresh.sum()) // at_least))
+
+    def costs(start: Ints, end: Ints) -> Floats:
+        pairs = (end * (end + 1) - start * (start + 1)) / 2
+        return np.asarray(end - start + pairs / (6 * hidden))
+
+    # A piece may hold so many tokens, and may cost so much.
+    fresh = np.stack([lengths - seen, costs(seen, lengths)], axis=1)
+    whole = np.stack([lengths, costs(np.zeros_like(lengths), lengths)], axis=1)
+    limits = np.array([max_tokens, np.inf])
+    cuts = _cut(fresh, whole, continues, limits)
+    n_pieces = -(-max(len(cuts), at_least) // ranks) * ranks
+    if n_pieces > 1:
+        low, high = float(fresh[:, 1].sum()) / n_pieces, float(whole[:, 1].sum())
+        while high - low > 0.01 * low:
+            middle = (low + high) / 2
+            tried = _cut(fresh, whole, continues, np.array([max_tokens, middle]))
+            if len(tried) <= n_pieces:
+                high, cuts = middle, tried
+            else:
+                low = middle
+    total = sum(int(lengths[i]) for i in cuts) + int(np.delete(fresh[:, 0], cuts).sum())
+    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True)), total
+
+
+def _cut(fresh: Floats, whole: Floats, continues: npt.NDArray[np.bool_], limits: Floats) -> list[int]:
+    """Where pieces begin if each takes what its limits allow.
+
+    fresh, whole: what each row takes behind the one before it, and at the beginning of a piece. Cuts fall between
+    chains where a chain fits, since the row after a cut computes all of its prefix.
+    """
     starts = np.flatnonzero(~continues)
-    chain = dict(zip(starts.tolist(), np.add.reduceat(fresh, starts).tolist(), strict=True))
-    cuts, size, total = [0], int(lengths[0]), 0
-    for i in range(1, len(lengths)):
-        whole = chain.get(i, 0)
-        if size + max(int(fresh[i]), whole if whole <= budget else 0) > budget:
+    chain = dict(zip(starts.tolist(), np.add.reduceat(fresh, starts), strict=True))
+    cuts, size = [0], whole[0]
+    for i in range(1, len(fresh)):
+        more = fresh[i]
+        if i in chain and (chain[i] <= limits).all():
+            more = chain[i]
+        if (size + more > limits).any():
             cuts.append(i)
-            total += size
-            size = int(lengths[i])
+            size = whole[i]
         else:
-            size += int(fresh[i])
-    return list(zip(cuts, [*cuts[1:], len(lengths)], strict=True)), total + size
+            size = size + fresh[i]
+    return cuts
 
 
 @dataclass(frozen=True)

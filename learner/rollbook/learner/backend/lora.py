@@ -3,6 +3,7 @@
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import peft
@@ -26,27 +27,20 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """The model's weights with the adapters added, under the model's own names; None where there are no adapters.
+def merged_weights(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state`, the weights of a model with adapters, as the weights they amount to, under the model's own names.
 
-    The sum is made in float32 and rounded once, and the trained adapters stay as they are.
+    The sum is made in float32 and rounded once; the model itself is only asked for scales.
     """
     layers: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
-    if not layers:
-        return None
     merged: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         owner, _, rest = name.partition(".base_layer.")
         if ".lora_" in name:
             continue
         if rest == "weight" and owner in layers:
-            delta = sum(_delta(layers[owner], adapter) for adapter in layers[owner].active_adapters)
-            value = (value.float() + delta).to(value.dtype)
+            for adapter in layers[owner].active_adapters:
+                down, up = (state[f"{owner}.{part}.{adapter}.weight"].float() for part in ("lora_A", "lora_B"))
+                value = (value.float() + up @ down * layers[owner].scaling[adapter]).to(value.dtype)
         merged[f"{owner}.{rest}" if rest else name] = value
     return merged
-
-
-def _delta(layer: Any, adapter: str) -> Tensor:
-    down, up = layer.lora_A[adapter].weight.float(), layer.lora_B[adapter].weight.float()
-    product: Tensor = up @ down * layer.scaling[adapter]
-    return product

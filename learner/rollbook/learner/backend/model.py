@@ -102,7 +102,7 @@ class TreeModel(nn.Module):
         self.model = model
         self.distribution = distribution
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-        self.vocabulary = int(text.vocab_size)
+        self.vocabulary, self.hidden = int(text.vocab_size), int(text.hidden_size)
         self.value_head: nn.Linear | None = None
         if has_values:
             # Zero weights: the first values are 0, so the first advantages are the returns themselves.
@@ -132,11 +132,6 @@ class TreeModel(nn.Module):
 
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
-        if trie.n_nodes and int(trie.ids_T.max()) >= self.vocabulary:
-            raise BadSetting(
-                f"the book has token id {int(trie.ids_T.max())}, but the model's vocabulary has {self.vocabulary}; "
-                "train with the model (and tokenizer) that sampled these tokens"
-            )
         config: Any = self.model.config
         is_blocked = device.type == "cuda" and config._attn_implementation == attention.NAME
         layout = pack(trie)

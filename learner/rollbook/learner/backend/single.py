@@ -6,7 +6,7 @@ learner run the same bits.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rollbook.learner.errors import BadCheckpoint
 from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie
 
+from . import Pass
 from .model import DTYPES, TreeModel, load_model, model_distribution, pick_device
 
 if TYPE_CHECKING:
@@ -51,16 +52,20 @@ class SingleBackend:
         top_k: int = 0,
         has_values: bool = False,
         seed: int = 0,
-        model: nn.Module | None = None,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
     ) -> None:
-        """model: an already built causal LM in float32 or float64, for programs that have no folder."""
+        """model: a causal LM in float32 or float64, or what builds one, for programs that have no folder."""
         self.config = config
-        self.device = pick_device(config.device)
+        self.device = self._pick_device()
         self.dtype = DTYPES[config.dtype]
         self.optimizer_config = optimizer
         self.total_steps = total_steps
         self.steps = 0
-        model = load_model(config, device=self.device, seed=seed) if model is None else model.to(self.device)
+        if model is None:
+            model = load_model(config, device=self._cradle, seed=seed)
+        elif not isinstance(model, nn.Module):
+            model = model()
+        model = model.to(self._cradle)
         self.has_adapters = isinstance(config, ActorConfig) and config.lora is not None
         if isinstance(config, ActorConfig) and config.lora is not None:
             from .lora import add_adapters
@@ -68,15 +73,21 @@ class SingleBackend:
             torch.manual_seed(seed)
             add_adapters(model, config.lora)
         distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
-        self.model = self._wrap(TreeModel(model, distribution, has_values=has_values))
+        self.model = TreeModel(model, distribution, has_values=has_values)
+        self.vocabulary, self.hidden, self.ranks = self.model.vocabulary, self.model.hidden, 1
         self.masters: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self._split_precision(is_trained=optimizer is not None)
         if optimizer is not None:
             self.optimizer = self._make_optimizer(optimizer)
 
-    def _wrap(self, model: TreeModel) -> TreeModel:
-        return model
+    def _pick_device(self) -> torch.device:
+        return pick_device(self.config.device)
+
+    @property
+    def _cradle(self) -> torch.device:
+        """Where the model is loaded before it is where it is computed."""
+        return self.device
 
     def _split_precision(self, *, is_trained: bool) -> None:
         for name, parameter in self.model.named_parameters():
@@ -101,40 +112,34 @@ class SingleBackend:
         if config.type == "sgd":
             return torch.optim.SGD(groups, lr=config.lr)
         betas = (config.beta1, config.beta2)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=self._is_fused())
-
-    def _is_fused(self) -> bool:
-        return True
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
-        index: list[Ints] = [np.empty(0, np.int64)]
-        values: list[Floats] = [np.empty(0)]
-        entropies: list[Floats] = [np.empty(0)]
+        found = _Found(has_entropies=self.model.value_head is None)
         self.model.eval()
         with torch.no_grad():
             for trie in tries:
-                value_E, entropy_E = self.model(trie)
-                index.append(trie.entry_E)
-                values.append(value_E.double().cpu().numpy())
-                entropies.append(entropy_E.double().cpu().numpy())
-        order = np.concatenate(index)
-        out = np.zeros((2, int(order.max()) + 1 if len(order) else 0))
-        out[0, order] = np.concatenate(values)
-        if self.model.value_head is None:
-            out[1, order] = np.concatenate(entropies)
-        return out[0], out[1]
+                found.add(trie, *self.model(trie))
+        return found.arrays()
 
-    def forward_backward(self, tries: Iterable[Trie], objective: "Objective") -> dict[str, float]:
-        totals: dict[str, float] = {"loss": 0.0}
+    def forward_backward(self, tries: Iterable[Trie], objective: "Objective") -> Pass:
+        # Numbers stay where they are computed until the last micro-batch: reading one would stop the queue.
+        found = _Found(has_entropies=self.model.value_head is None)
+        totals: dict[str, Tensor] = {}
         self.model.train()
         for trie in tries:
             value_E, entropy_E = self.model(trie)
-            loss, report = objective(trie, value_E, entropy_E)
+            found.add(trie, value_E, entropy_E)
+            loss, report = self._judge(objective, trie, value_E, entropy_E)
             _backward(loss)
-            totals["loss"] += float(loss.detach())
-            for name, value in report.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
+            for name, value in {"loss": loss.detach(), **report}.items():
+                totals[name] = totals[name] + value if name in totals else value
+        return Pass({name: float(value) for name, value in totals.items()}, *found.arrays())
+
+    def _judge(
+        self, objective: "Objective", trie: Trie, value_E: Tensor, entropy_E: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return objective(trie, value_E, entropy_E)
 
     def step(self) -> dict[str, float]:
         assert self.optimizer is not None
@@ -143,13 +148,17 @@ class SingleBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         limit = self.optimizer_config.gradient_clipping or math.inf
-        norm = float(nn.utils.clip_grad_norm_(self.masters.values(), limit))
+        norm = self._clip(limit)
         if math.isfinite(norm):
             self.optimizer.step()
             self._copy_down()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         return {"grad_norm": norm, "lr": lr, "is_skipped": float(not math.isfinite(norm))}
+
+    def _clip(self, limit: float) -> float:
+        """The gradient's norm before it is cut to the limit."""
+        return float(nn.utils.clip_grad_norm_(self.masters.values(), limit))
 
     @torch.no_grad()
     def _copy_down(self) -> None:
@@ -171,15 +180,13 @@ class SingleBackend:
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         assert self.optimizer is not None
-        state: Mapping[str, Any] = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
-        mine = {name: tuple(master.shape) for name, master in self.masters.items()}
-        theirs = {name: tuple(master.shape) for name, master in state["masters"].items()}
-        if mine != theirs:
-            odd = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
+        if not (folder / "state.pt").is_file():
             raise BadCheckpoint(
-                f"the checkpoint {folder} is of another model: {odd} is {theirs.get(odd, 'absent')} there and "
-                f"{mine.get(odd, 'absent')} here; give the model it was made with or remove the checkpoint"
+                f"the checkpoint {folder} was written by several ranks; go on with actor.backend: fsdp:dN (any N, also "
+                "fsdp:d1), or remove it to start again"
             )
+        state: Mapping[str, Any] = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        self._refuse_others(folder, {name: tuple(master.shape) for name, master in state["masters"].items()})
         for name, master in self.masters.items():
             master.copy_(state["masters"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -187,15 +194,50 @@ class SingleBackend:
         torch.set_rng_state(state["rng"].cpu())
         self._copy_down()
 
-    def export(self, folder: Path) -> None:
-        # The model's own writer knows which weights are tied and what its config needs.
-        model: Any = self.model.model
-        if not self.has_adapters:
-            model.save_pretrained(folder)
-            return
-        from .lora import merged_weights
+    def _refuse_others(self, folder: Path, theirs: Mapping[str, tuple[int, ...]]) -> None:
+        mine = {name: tuple(master.shape) for name, master in self.masters.items()}
+        if mine != theirs:
+            odd = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
+            raise BadCheckpoint(
+                f"the checkpoint {folder} is of another model: {odd} is {theirs.get(odd, 'absent')} there and "
+                f"{mine.get(odd, 'absent')} here; give the model it was made with or remove the checkpoint"
+            )
 
-        model.save_pretrained(folder, state_dict=merged_weights(model))
+    def export(self, folder: Path) -> None:
+        self._write(folder, None)
+
+    def _write(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        """A model folder of these weights; None: of the model's own."""
+        model: Any = self.model.model  # its own writer knows which weights are tied and what its config needs
+        if self.has_adapters:
+            from .lora import merged_weights
+
+            state = merged_weights(model, model.state_dict() if state is None else state)
+        model.save_pretrained(folder, state_dict=state)
+
+
+class _Found:
+    """Values and entropies of micro-batches, left on the device until all are there."""
+
+    def __init__(self, *, has_entropies: bool) -> None:
+        self.index: list[Ints] = [np.empty(0, np.int64)]
+        self.values: list[Tensor] = []
+        self.entropies: list[Tensor] = []
+        self.has_entropies = has_entropies
+
+    def add(self, trie: Trie, value_E: Tensor, entropy_E: Tensor) -> None:
+        self.index.append(trie.entry_E)
+        self.values.append(value_E.detach())
+        self.entropies.append(entropy_E.detach())
+
+    def arrays(self) -> tuple[Floats, Floats]:
+        order = np.concatenate(self.index)
+        out = np.zeros((2, int(order.max()) + 1 if len(order) else 0))
+        if len(order):
+            out[0, order] = torch.cat(self.values).double().cpu().numpy()
+            if self.has_entropies:
+                out[1, order] = torch.cat(self.entropies).double().cpu().numpy()
+        return out[0], out[1]
 
 
 def _on_gradient(parameter: Any, hook: Any) -> None:
