@@ -51,6 +51,7 @@ class Proxy(Protocol):
         is_eval: bool = False,
         task: dict[str, Any] | None = None,
         run_id: str | None = None,
+        origin_interaction_id: str | None = None,
     ) -> Opened: ...
 
     async def set_reward(
@@ -100,6 +101,7 @@ class Runner:
 
     n_samples: episodes per group. time_limit_s: for one episode. max_attempts: tries per sample.
     max_concurrent: episodes at once, over all groups; None: no limit of its own.
+    origin: the interaction that every episode is a fork of, see the proxy's start_session.
     on_episode: called on the event loop with each ended Episode.
     """
 
@@ -115,6 +117,7 @@ class Runner:
         max_attempts: int = 1,
         max_concurrent: int | None = None,
         is_eval: bool = False,
+        origin: str | None = None,
         on_episode: Callable[[Episode], None] | None = None,
     ) -> None:
         self.proxy = proxy
@@ -124,6 +127,7 @@ class Runner:
         self.time_limit_s = time_limit_s
         self.max_attempts = max_attempts
         self.is_eval = is_eval
+        self.origin = origin
         self.n_running = 0
         self._on_episode = on_episode
         self._source = f"agent {self.workflow.name}"
@@ -145,9 +149,11 @@ class Runner:
                     group.start_soon(one, i, task)
         return [episode for group_episodes in groups for episode in group_episodes]
 
-    async def run_group(self, task: Task, *, epoch: int = 0, ended: Sequence[tuple[int, str]] = ()) -> list[Episode]:
+    async def run_group(
+        self, task: Task, *, epoch: int = 0, ended: Sequence[tuple[int, str]] = (), group_id: str | None = None
+    ) -> list[Episode]:
         """The samples of one task in parallel. `ended`: (attempt, state) of those that a run before this one ended."""
-        group_id = group_id_of(self.run_id, epoch, task.index, is_eval=self.is_eval)
+        group_id = group_id or group_id_of(self.run_id, epoch, task.index, is_eval=self.is_eval)
         episodes: list[Episode] = []
 
         async def sample(attempt: int) -> None:
@@ -219,6 +225,7 @@ class Runner:
                     is_eval=self.is_eval,
                     task=dict(task.row),
                     run_id=self.run_id,
+                    **({} if self.origin is None else {"origin_interaction_id": self.origin}),
                 )
             except Busy as error:
                 await anyio.sleep(error.retry_after_s or 1.0)

@@ -62,13 +62,34 @@ def _eval(args: argparse.Namespace) -> None:
     from rollbook.agents.data import get_custom_dataset
     from rollbook.agents.workflow import resolve
 
-    from .evaluation import evaluate, policy_args, summary
+    from .evaluation import evaluate, summary
     from .reading import print_table
 
     sys.path.insert(0, os.getcwd())
     resolve(args.agent)
     rows = list(get_custom_dataset(path=args.data))[: args.limit]
     book_path = Path(args.book)
+    serve_args = _engine_args(args)
+    evaluate(book_path, args.agent, rows, run_id=args.run, serve_args=serve_args, n_samples=args.samples)
+    with open_book(book_path) as book:
+        measures, tasks = summary(book, args.run, n_samples=args.samples, solved_at=args.solved_at)
+        failed = book.sql(
+            "select reason, count(*) as episodes from episodes where run_id = ? and is_eval and state = 'failed' "
+            "group by reason order by episodes desc limit 5",
+            [args.run],
+        )
+    print_table(measures, args.format, out)
+    if args.format == "table":
+        print_table(tasks.slice(0, 20), "table", out)
+        if failed.num_rows:
+            out.print("Failed episodes count as not solved:")
+            print_table(failed, "table", out)
+
+
+def _engine_args(args: argparse.Namespace) -> list[str]:
+    """What `serve` needs to answer with `--model`: a folder, a name, a policy of a book, or a vLLM at a URL."""
+    from .evaluation import policy_args
+
     if args.model.startswith(("http://", "https://")):
         if args.served_model is None:
             raise Stop("a vLLM at a URL needs --served-model DIR, the folder of the model that it serves")
@@ -84,20 +105,41 @@ def _eval(args: argparse.Namespace) -> None:
         serve_args += ["--engine", "scripted", "--script", args.script]
     for setting in args.set:
         serve_args += ["--set", setting]
-    evaluate(book_path, args.agent, rows, run_id=args.run, serve_args=serve_args, n_samples=args.samples)
-    with open_book(book_path) as book:
-        measures, tasks = summary(book, args.run, n_samples=args.samples, solved_at=args.solved_at)
-        failed = book.sql(
-            "select reason, count(*) as episodes from episodes where run_id = ? and is_eval and state = 'failed' "
-            "group by reason order by episodes desc limit 5",
-            [args.run],
-        )
-    print_table(measures, args.format, out)
-    if args.format == "table":
-        print_table(tasks.slice(0, 20), "table", out)
-        if failed.num_rows:
-            out.print("Failed episodes count as not solved:")
-            print_table(failed, "table", out)
+    return serve_args
+
+
+def _fork(args: argparse.Namespace) -> None:
+    from rollbook.agents.workflow import resolve
+
+    from .fork import fork
+    from .reading import find_interaction
+
+    sys.path.insert(0, os.getcwd())
+    if args.agent is not None:
+        resolve(args.agent)
+    with open_book(args.book) as book:
+        origin = find_interaction(book, args.interaction)
+    group_id, episodes = fork(
+        Path(args.book),
+        origin,
+        args.agent,
+        serve_args=None if args.model is None else _engine_args(args),
+        run_id=args.run,
+        n=args.n,
+    )
+    done = [one for one in episodes if one.state == "done"]
+    rewards = [one.reward for one in done if one.reward is not None]
+    said = (
+        f"rewards {min(rewards):g} to {max(rewards):g}" if rewards else "no rewards yet: `rollbook reward` gives them"
+    )
+    out.print(
+        f"{len(done)} of {len(episodes)} samples from {origin} are done, group {group_id} of run {args.run}; {said}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    failed = next((one.reason for one in episodes if one.state == "failed"), None)
+    if failed is not None:
+        raise Stop(f"{len(episodes) - len(done)} samples failed, the first: {failed}")
 
 
 def _sql(args: argparse.Namespace) -> None:
@@ -415,6 +457,29 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tokenizer", required=True, metavar="MODEL", help="the model it was recorded with, as for serve"
     )
+
+    made = command(
+        "fork",
+        _fork,
+        "sample again from an interaction, with today's policy, as new episodes of its task",
+        "rollbook fork BOOK last --n 8 --agent my_agent.MathAgent",
+    )
+    book_of(made)
+    made.add_argument("interaction", metavar="INTERACTION", help="an interaction id or the beginning of one, or `last`")
+    made.add_argument("--n", type=int, default=8, help="how many samples; they are one group")
+    made.add_argument(
+        "--agent", default=None, help="the agent, whose code goes on; without it the one request is asked again"
+    )
+    made.add_argument(
+        "--model",
+        default=None,
+        help="a model folder or name, URL of a vLLM, or RUN[@VERSION]; default: the run's newest policy",
+    )
+    made.add_argument("--policy-of", default=None, metavar="BOOK", help="the book whose policy --model names")
+    made.add_argument("--served-model", default=None, metavar="DIR", help="the folder of what the vLLM at URL serves")
+    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")
+    made.add_argument("--run", default="fork", help="the run that the new episodes belong to")
+    made.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a proxy setting")
 
     made = command(
         "view", _view, "show a book in the browser: curves, episodes, tokens, SQL", "rollbook view runs/demo/book"

@@ -6,7 +6,7 @@ solved, since a user would count it so; the reasons are in the book.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +71,38 @@ def evaluate(
     time_limit_s: float = 600.0,
 ) -> list[Episode]:
     """Run every task n times against a server that is started for it with `serve_args`; returns the episodes."""
-    log_path = book_path.parent / f"eval-{os.getpid()}.log"
+
+    async def work(client: ProxyClient) -> list[Episode]:
+        runner = Runner(
+            client,
+            workflow,
+            run_id=run_id,
+            n_samples=n_samples,
+            max_concurrent=max_concurrent,
+            time_limit_s=time_limit_s,
+            is_eval=True,
+        )
+        return await runner.run(tasks_of(rows))
+
+    return on_server(book_path, run_id, serve_args, work, log_name="eval")
+
+
+def on_server(
+    book_path: Path,
+    run_id: str,
+    serve_args: Sequence[str],
+    work: Callable[[ProxyClient], Awaitable[list[Episode]]],
+    *,
+    log_name: str,
+) -> list[Episode]:
+    """Do some work against a server that is started for it, with its log beside the book."""
+    log_path = book_path.parent / f"{log_name}-{os.getpid()}.log"
     arguments = ["--run", run_id, *serve_args]
     server, admin_key = start_server(LocalLauncher(), str(book_path), arguments, log_path=log_path, wait_s=600.0)
 
     async def run() -> list[Episode]:
         async with ProxyClient(server.url, admin_key) as client:
-            runner = Runner(
-                client,
-                workflow,
-                run_id=run_id,
-                n_samples=n_samples,
-                max_concurrent=max_concurrent,
-                time_limit_s=time_limit_s,
-                is_eval=True,
-            )
-            return await runner.run(tasks_of(rows))
+            return await work(client)
 
     try:
         return anyio.run(run)

@@ -15,7 +15,7 @@ from rollbook.agents.data import Task
 from rollbook.agents.runner import Runner
 from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.config import ServeConfig
-from rollbook.proxy.replay import Recorded, ReplayEngine
+from rollbook.proxy.replay import Recorded, ReplayEngine, recorded
 from rollbook.proxy.server import Service, serve
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, MemoryLog
@@ -46,17 +46,7 @@ class Playback:
 
 def record_of(episode: Episode) -> list[Recorded]:
     """What a replay engine answers with."""
-    return [
-        Recorded(
-            interaction_id=one.interaction_id,
-            prompt_ids=one.prompt_ids,
-            output_ids=one.output_ids,
-            logprobs=one.logprobs,
-            versions=one.versions,
-            finish_reason="length" if one.row["finish_reason"] == "length" else "stop",
-        )
-        for one in episode.interactions
-    ]
+    return [recorded(one) for one in episode.interactions]
 
 
 def replay(

@@ -129,6 +129,22 @@ def find_episode(book: Book, name: str) -> str:
     return ids[0]
 
 
+def find_interaction(book: Book, name: str) -> str:
+    """The id that begins with `name`, or the newest interaction for `last`. Raises StoreError."""
+    if name == "last":
+        found = book.sql("select interaction_id from interactions order by recorded_at desc limit 1")
+    else:
+        found = book.sql("select interaction_id from interactions where starts_with(interaction_id, ?) limit 3", [name])
+    ids: list[str] = found["interaction_id"].to_pylist()
+    if len(ids) != 1:
+        what = "no interaction" if not ids else f"{', '.join(ids)}, ... all begin with it"
+        raise StoreError(
+            f"expected one interaction that is or begins with {name!r}: {what}; `rollbook show BOOK EPISODE --json` "
+            "has the ids of an episode"
+        )
+    return ids[0]
+
+
 def find_ended(book_path: str, where: str) -> list[str]:
     """Ids of the ended episodes for which the SQL condition holds. Raises StoreError."""
     with open_book(book_path) as book:

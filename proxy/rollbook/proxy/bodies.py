@@ -17,7 +17,7 @@ class StartSession(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = None
     session_id: str | None = None
     refresh: bool | None = None  # an open session of this key is ended first; None: as the server is set
-    origin_interaction_id: str | None = None
+    origin_interaction_id: str | None = None  # fork: answered from the book up to this one, by the engine from it on
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,8 +38,10 @@ from rollbook.store.tree import DEFAULT_RULES, Match, Rules, TreeIndex
 
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, FinishReason, Generation, Sampled, Sampling, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, NotFound, ProxyError
+from .forks import Fork
 from .parsing import Cut, Parser, Reader
 from .render import History, Path, Renderer, Turn, Ways, thoughts_in
+from .replay import Recorded
 from .request import Message, Piece, Reply, Request, Tool, ToolCall
 from .tokenizer import Tokenizer
 
@@ -94,6 +96,7 @@ class Node:
     has_children: bool = False
     is_replayed: bool = False
     idempotency_key: str | None = None
+    origin_id: str | None = None  # in a fork: what it repeats
     n_opening: int = 0  # tokens at the prompt's end that begin the reply, see Renderer.opening
     place: tuple[str, int] | None = None  # writer and position in the log, once it is durable
 
@@ -147,6 +150,7 @@ class Episode:
     is_asleep: bool = False
     has_ended: bool = False
     main_when_asleep: str | None = None
+    fork: Fork | None = None  # where it repeats another episode, up to a point
 
     @property
     def n_interactions(self) -> int:
@@ -167,7 +171,7 @@ class Episode:
         without_form = (root for root, has_form in self.roots if not has_form)
         main = next(with_tools, None) or next(without_form, None) or next((root for root, _ in self.roots), None)
         for node in reversed(self.nodes.values()):
-            if node.is_trainable and (node.root or node) is main:
+            if (node.is_trainable or node.origin_id is not None) and (node.root or node) is main:
                 return node.interaction_id
         return None
 
@@ -176,7 +180,7 @@ class Episode:
         self.nodes[node.interaction_id] = node
         if node.parent is not None:
             node.parent.has_children = True
-        elif node.is_trainable or node.is_orphan:
+        elif node.is_trainable or node.is_orphan or node.origin_id is not None:
             self.roots.append((node, has_form))
         if body is not None:
             self.bodies.setdefault(body, []).append(node)
@@ -343,7 +347,10 @@ class Capture:
                 for piece in reader.push_text(prompt.opening):
                     yield piece
                 generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
-                async with aclosing(self._engine.generate(generation)) as sampled:  # type: ignore[type-var]
+                answers = self._engine.generate(generation)
+                if episode.fork is not None:
+                    answers, call.repeated = episode.fork.answer(generation, self._engine)
+                async with aclosing(answers) as sampled:  # type: ignore[type-var]
                     async for some in sampled:
                         for piece in call.take(some):
                             call.n_given += len(piece.token_ids)  # none where nothing is streamed
@@ -372,6 +379,10 @@ class Capture:
             yield call.reply(request, prompt, self._settings.model)
         finally:
             self._let_go(episode)
+
+    def decode(self, ids: Int32s) -> str:
+        """The text of tokens, special ones spelled out."""
+        return self._tokenizer.decode(ids)
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt that a request would begin a conversation with. Raises BadRequest."""
@@ -555,7 +566,7 @@ class Capture:
     ) -> None:
         """Make the answer durable and known. reached: output tokens that the client got, where it did not get all."""
         call.finish_reading()
-        match, reply = prompt.match, call.message()
+        match, reply, repeated = prompt.match, call.message(), call.repeated
         is_orphan = reached is not None
         is_complete = call.n_claimed is None or call.n_claimed == call.n_output
         reply_hash = episode.tree.add(call.interaction_id, match, reply)
@@ -578,9 +589,10 @@ class Capture:
             model=request.model,
             role=request.role,
             sampling=_sampling_facts(call.sampling, request, prompt.n_opening),
-            logprobs_mode=self._engine.logprobs_mode,
+            logprobs_mode=self._engine.logprobs_mode if repeated is None else repeated.logprobs_mode,
             finish_reason="abort" if is_orphan else call.finish,
-            is_trainable=request.store and not is_orphan,
+            is_trainable=request.store and not is_orphan and repeated is None,
+            origin_id=None if repeated is None else repeated.interaction_id,
             capture="complete" if is_complete else "incomplete",
             delivered=reached,
             request_sha256=request.body_sha256,
@@ -693,6 +705,7 @@ class Capture:
             is_orphan=fact.delivered is not None,
             is_trainable=fact.is_trainable,
             idempotency_key=fact.idempotency_key,
+            origin_id=fact.origin_id,
             n_opening=fact.sampling.get("opening", 0),
             place=place,
         )
@@ -770,6 +783,7 @@ class _Call:
     reads_at_end: bool = False  # nobody waits for text on the way
     is_read: bool = False
     hold: Hold | None = None
+    repeated: Recorded | None = None  # what of the record it is, in a fork
     n_unread: int = 0  # of the latest `ids`, which the reader has not seen
     unseen: list[Piece] = field(default_factory=list)  # read, and not given
     ids: list[Int32s] = field(default_factory=list)

@@ -85,8 +85,12 @@ class ProxyClient:
         task: dict[str, Any] | None = None,
         run_id: str | None = None,
         api_key: str | None = None,
+        origin_interaction_id: str | None = None,
     ) -> Started:
-        """Open an episode. Raises Busy without capacity, Conflict for a key that is in use."""
+        """Open an episode; with an origin as a fork of that interaction.
+
+        Raises Busy without capacity, Conflict for a key that is in use, NotFound for an origin that the book lacks.
+        """
         body = {
             "task_id": task_id,
             "group_id": group_id,
@@ -96,6 +100,7 @@ class ProxyClient:
             "run_id": run_id,
             "session_id": new_id("ep"),
             "api_key": api_key or "sk-rb-" + secrets.token_urlsafe(32),
+            "origin_interaction_id": origin_interaction_id,
         }
         return msgspec.convert(await self._post("/rl/start_session", self._admin_key, body), Started)
 

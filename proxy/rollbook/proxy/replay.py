@@ -7,11 +7,13 @@ a parser or a template that asks differently is what a playback is meant to find
 
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from types import TracebackType
 
 import anyio.lowlevel
 import msgspec
 
+from rollbook.store.book import Interaction
 from rollbook.store.events import Float32s, Int32s
 from rollbook.store.tree import shared_prefix
 
@@ -31,6 +33,20 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Float32s
     versions: Int32s
     finish_reason: FinishReason = "stop"
+    logprobs_mode: LogprobsMode = "processed"
+
+
+def recorded(one: Interaction) -> Recorded:
+    """What a replay engine answers with, of a book's interaction."""
+    return Recorded(
+        interaction_id=one.interaction_id,
+        prompt_ids=one.prompt_ids,
+        output_ids=one.output_ids,
+        logprobs=one.logprobs,
+        versions=one.versions,
+        finish_reason="length" if one.row["finish_reason"] == "length" else "stop",
+        logprobs_mode=one.row["logprobs_mode"],
+    )
 
 
 class ReplayEngine:
@@ -67,12 +83,26 @@ class ReplayEngine:
     async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         if not self._is_open:
             raise EngineUnavailable("the replay engine is not running; enter it with `async with` first")
-        queue = self._waiting.get(generation.prompt_ids.tobytes())
-        if not queue:
-            message = self._divergence(generation.prompt_ids)
-            self.divergence = self.divergence or message
-            raise BadRequest(message)
-        one = queue.popleft()
+        one = self.take(generation.prompt_ids)
+        if one is None:
+            raise BadRequest(self.diverge(generation.prompt_ids))
+        async with aclosing(self.play(one)) as sampled:  # type: ignore[type-var]
+            async for some in sampled:
+                yield some
+
+    def take(self, prompt: Int32s) -> Recorded | None:
+        """The next call with this prompt that was recorded and not played yet."""
+        queue = self._waiting.get(prompt.tobytes())
+        return queue.popleft() if queue else None
+
+    def diverge(self, prompt: Int32s) -> str:
+        """Say what was asked that the record does not answer."""
+        message = self._divergence(prompt)
+        self.divergence = self.divergence or message
+        return message
+
+    async def play(self, one: Recorded) -> AsyncIterator[Sampled]:
+        """An answer as it was sampled, in one piece per version."""
         self._running += 1
         try:
             await anyio.lowlevel.checkpoint()

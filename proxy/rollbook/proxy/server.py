@@ -110,6 +110,7 @@ class Service:
         self.sessions = Sessions(log, self.capture, config, admin_key=self.admin_key)
         self.calls = Calls(self.capture, self.sessions, config)
         self.sessions.on_close = self.calls.stop_session
+        self.sessions.book = lambda: self.book
         self.chat = Chat(self._spell)
         self.responses = Responses(self._spell)
         self.messages = Messages(self._spell)

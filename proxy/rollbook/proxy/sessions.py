@@ -31,6 +31,10 @@ from .bodies import SetReward, Started, StartSession
 from .capture import Capture, Episode
 from .config import ServeConfig
 from .errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
+from .forks import Fork, Origin
+
+_ORIGINS_KEPT = 64
+"""Whose tokens are kept for the next fork of the same one."""
 
 _ENDED_KEPT = 20_000
 """How many ended sessions are told apart from keys that nobody issued."""
@@ -46,6 +50,7 @@ class Session(msgspec.Struct, kw_only=True, eq=False):
     state: EpisodeState | Literal["open"] = "open"
     last_used: float
     episode: Episode | None = None  # what the capture keeps of an open one
+    origin_id: str | None = None  # the interaction of another episode that it is a fork of
     pointers: list[tuple[str, int]] = []  # where the book has the interactions of one that this server found there
     interactions: tuple[str, ...] = ()  # of one that ended here
     last_main: str | None = None
@@ -84,6 +89,8 @@ class Sessions:
         self._reopening = anyio.Lock()
         self._permits: list[float] = []  # when each is void, oldest first
         self._busy_keys: dict[bytes, asyncio.Lock] = {}
+        self.book: Callable[[], Book] | None = None  # where forks find what they repeat; blocks
+        self._origins: OrderedDict[str, Origin] = OrderedDict()
         self.on_close: Callable[[Session], Awaitable[None]] | None = None  # stops the calls of a session that ends
         self.version: int | None = None  # of the policy that new episodes begin with
 
@@ -131,10 +138,34 @@ class Sessions:
                     session.pointers = []
                 elif session.episode is None:
                     session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
+                    if session.origin_id is not None:
+                        session.episode.fork = await self._fork(session.origin_id)
         return session.episode
 
     def _read_back(self, session: Session) -> Episode:
-        return self._capture.reopen(session.episode_id, self._log.gather(session.pointers))
+        episode = self._capture.reopen(session.episode_id, self._log.gather(session.pointers))
+        if session.origin_id is not None and session.state == "open":
+            origin = self._origin(session.origin_id)
+            again = [node.origin_id for node in episode.nodes.values()]
+            episode.fork = Fork(origin, self._capture.decode, [name for name in again if name is not None])
+            episode.fork.is_live = None in again
+        return episode
+
+    async def _fork(self, origin_id: str) -> Fork:
+        return Fork(await anyio.to_thread.run_sync(self._origin, origin_id), self._capture.decode)
+
+    def _origin(self, origin_id: str) -> Origin:
+        """Raises NotFound. Blocks."""
+        known = self._origins.get(origin_id)
+        if known is None:
+            if self.book is None:
+                raise NotFound("this server has no book to fork from", param="origin_interaction_id")
+            book = self.book()
+            book.catch_up()
+            known = self._origins[origin_id] = Origin(book, origin_id)
+            while len(self._origins) > _ORIGINS_KEPT:
+                self._origins.pop(next(iter(self._origins)), None)
+        return known
 
     def by_id(self, session_id: str) -> Session:
         """An open or recently ended session. Raises NotFound."""
@@ -194,7 +225,7 @@ class Sessions:
     # Life of a session
 
     async def start(self, body: StartSession) -> Started:
-        """Open an episode. Raises BadRequest, Conflict, Busy."""
+        """Open an episode. Raises BadRequest, Conflict, Busy, NotFound for an origin that the book does not have."""
         if not body.task_id:
             raise BadRequest("task_id must not be empty", param="task_id")
         key = body.api_key
@@ -238,8 +269,11 @@ class Sessions:
             task_id=body.task_id,
             key=digest,
             last_used=self._clock(),
+            origin_id=body.origin_interaction_id,
         )
+        fork = None if session.origin_id is None else await self._fork(session.origin_id)
         session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
+        session.episode.fork = fork
         opened = EpisodeOpened(
             task_id=body.task_id,
             group_id=body.group_id,
@@ -400,6 +434,7 @@ class Sessions:
                         task_id=fact.task_id,
                         key=bytes.fromhex(fact.key_sha256) if fact.key_sha256 else None,
                         last_used=self._clock(),
+                        origin_id=fact.origin_interaction_id,
                     )
         for episode_id, session in known.items():
             session.pointers = [(writer, position) for _, writer, position in sorted(places.get(episode_id, ()))]

@@ -115,6 +115,7 @@ class InteractionRecorded(Fact, frozen=True, kw_only=True):
     delivered: int | None = None  # output tokens that reached the client, where it left early
     request_sha256: str | None = None  # of the body as it came
     idempotency_key: str | None = None  # the client's name for the call: a retry by that name gets this answer
+    origin_id: str | None = None  # answered from the record: the interaction of the forked episode that it repeats
     seconds: float | None = None  # from request to last token
     first_token_seconds: float | None = None
 
@@ -188,9 +189,10 @@ class BatchTrained(Fact, frozen=True, kw_only=True):
 class TokensScored(Fact, frozen=True, kw_only=True):
     """Logprobs (and entropies) of an interaction's output under other weights than those that sampled it."""
 
-    version: int
+    version: int | None = None  # of the run, where the weights are one of its policies
     scorer: str = "learner"
     batch_id: str | None = None
+    weights_sha256: str | None = None  # of the weights' files, where they were read from a folder
 
 
 KINDS: dict[str, type[Fact]] = {

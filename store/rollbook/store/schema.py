@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from duckdb_sqlalchemy import Dialect
 from sqlalchemy.schema import CreateTable
 
-PROJECTION = "0001"
+PROJECTION = "0002"
 """The revision of these tables; the newest file in `migrations/versions`."""
 
 metadata = sa.MetaData()
@@ -154,6 +154,7 @@ interactions = sa.Table(
     _text("dialect", "the API it came by"),
     _flag("is_trainable", "may be trained on"),
     _text("capture", "complete or incomplete"),
+    _text("origin_id", "in a fork: the interaction that it repeats from the record; NULL where it was sampled"),
     _int("delivered", "sampled tokens that reached the client, where it left early"),
     _text("logprobs_mode", "of which distribution the logprobs are: processed or raw"),
     _text("sampling", "sampling settings as JSON"),
@@ -226,8 +227,9 @@ scored = sa.Table(
     metadata,
     _text("interaction_id", "the interaction"),
     _text("run_id", "the run"),
-    _int("version", "the weights that scored it"),
+    _int("version", "the weights that scored it; NULL where they are none of the run's policies"),
     _text("scorer", "who scored"),
+    _text("weights_sha256", "of the weights' files, where they were read from a folder"),
     _text("batch_id", "for which batch"),
     _float("mean_logprob", "mean logprob of its output under those weights"),
     _float("mean_entropy", "mean entropy of those weights along its output"),
@@ -375,8 +377,9 @@ VIEWS: tuple[View, ...] = (
         "Logprobs and entropies of interactions under other weights than those that sampled them.",
         {
             "interaction_id": "the interaction",
-            "version": "the weights that scored it",
+            "version": "the weights that scored it; NULL where they are none of the run's policies",
             "scorer": "who scored",
+            "weights_sha256": "of the weights' files, where they were read from a folder",
             "batch_id": "for which batch",
             "mean_logprob": "mean logprob of its output under those weights",
             "mean_gap": "that minus the mean behaviour logprob; 0 when engine and trainer agree",
@@ -386,7 +389,7 @@ VIEWS: tuple[View, ...] = (
             "position": "where the scores are in the log",
         },
         """
-        select s.interaction_id, s.version, s.scorer, s.batch_id, s.mean_logprob,
+        select s.interaction_id, s.version, s.scorer, s.weights_sha256, s.batch_id, s.mean_logprob,
           s.mean_logprob - i.mean_logprob as mean_gap, s.mean_entropy, s.scored_at, s.writer, s.position
         from scored s left join interactions i using (interaction_id)
         """,

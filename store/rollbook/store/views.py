@@ -629,7 +629,7 @@ class _Projection:
         with self._staged(_rows=rows.append_column("mean_entropy", lists.mean("entropies", at))):
             self._con.execute(f"""
                 insert into scored by name
-                select interaction_id, run_id, version, scorer, batch_id, mean_logprob, mean_entropy,
+                select interaction_id, run_id, version, scorer, weights_sha256, batch_id, mean_logprob, mean_entropy,
                   recorded_at as scored_at, writer, position, event_id
                 from {_FACTS["TokensScored"]}
             """)
@@ -647,7 +647,7 @@ class _Projection:
                     with d as (select episode_id from _touched),
                     i as (
                         select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
-                          version_max, is_trainable and not (is_retried and is_leaf) as is_trained
+                          version_max, is_trainable and not (is_retried and is_leaf) as is_trained, origin_id
                         from interactions where episode_id in (select episode_id from d)
                     ),
                     n as (
@@ -672,7 +672,7 @@ class _Projection:
                         select episode_id, top_id, count(*) = 1 as is_single,
                           min({'at': recorded_at, 'id': event_id}) as first,
                           arg_max({'id': interaction_id, 'node': node}, {'at': recorded_at, 'id': event_id}) as last
-                        from i where is_trained group by episode_id, top_id
+                        from i where is_trained or origin_id is not null group by episode_id, top_id
                     ),
                     m as (
                         select episode_id, arg_min(last, {'is_single': is_single, 'first': first}) as last
