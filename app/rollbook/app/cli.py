@@ -503,6 +503,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     made.add_argument("--yes", action="store_true", help="do not ask")
 
+    from .cli_data import add_commands
+
+    add_commands(command, out)
+
     made = command("demo", _demo, "train a small real model on arithmetic, from a durable book", "rollbook demo")
     made.add_argument("--seed", type=int, default=1, help="another seed is another run in the same book")
     made.add_argument("--dir", default="runs/demo", help="where the book and the plot go")
@@ -566,6 +570,9 @@ _EXTRAS = {
     "math_verify": "math",
     "gguf": "demo",
     "matplotlib": "plot",
+    "pandas": "data",
+    "polars": "data",
+    "datasets": "data",
 }
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -20,8 +21,11 @@ from rich.tree import Tree
 from rollbook.store import BadSelection, Book, QueryRefused, StoreError, open_book
 from rollbook.store.book import Episode, Interaction
 from rollbook.store.canned import CANNED
+from rollbook.store.connection import is_url, open_anywhere
 from rollbook.store.credit import Scheme
 from rollbook.store.verify import verify
+
+from .launch import ADMIN_KEY
 
 _WIDTH = 60  # of a cell; a terminal is no place for a whole config
 
@@ -105,6 +109,13 @@ def print_table(table: pa.Table, format_: str, out: Console, output: Path | None
         sys.stdout.write(text.getvalue())
     else:
         output.write_text(text.getvalue())
+
+
+def open_for_reading(where: str) -> Book:
+    """The book in a folder, or behind a URL whose admin key is in ROLLBOOK_ADMIN_KEY. Raises StoreError."""
+    if is_url(where) and ADMIN_KEY not in os.environ:
+        raise StoreError(f"a served book needs its admin key; set {ADMIN_KEY} to the key that {where} was started with")
+    return open_anywhere(where, key=os.environ.get(ADMIN_KEY))
 
 
 def verify_book(book_path: str, out: Console) -> bool:
