@@ -68,12 +68,8 @@ def test_trl_rows_load_as_conversations(rows: str, shown_book: Path, tmp_path: P
 def test_preferences_pair_one_question_with_two_rewards(shown_book: Path, tmp_path: Path) -> None:
     with open_book(shown_book) as book:
         done = export_book(book, "trl", tmp_path / "dpo.jsonl", kind="preference")
-        rewards = dict(
-            zip(
-                *book.sql("select interaction_id, reward from interactions join episodes using (episode_id)").columns,
-                strict=True,
-            )
-        )
+        query = "select interaction_id, reward from interactions join episodes using (episode_id)"
+        rewards = dict(zip(*book.sql(query).columns, strict=True))
         written = lines(done.files[0])
         assert written
         known = {name.as_py(): value.as_py() for name, value in rewards.items()}
@@ -142,7 +138,7 @@ def test_areal_rows_have_its_layout(rows: str, form: Any, shown_book: Path, tmp_
 def test_parquet_has_every_table_and_the_tokens(shown_book: Path, tmp_path: Path) -> None:
     with open_book(shown_book) as book:
         export_book(book, "parquet", tmp_path / "tables")
-        for name in (
+        for name in [
             "runs",
             "policies",
             "episodes",
@@ -152,7 +148,7 @@ def test_parquet_has_every_table_and_the_tokens(shown_book: Path, tmp_path: Path
             "batch_rows",
             "scored",
             "failures",
-        ):
+        ]:
             assert pq.read_table(tmp_path / "tables" / f"{name}.parquet").num_rows == book.sql(f"from {name}").num_rows
         n_calls = book.sql("from interactions").num_rows
         n_events = book.sql("select count(*) as n from events")["n"][0].as_py()

@@ -60,7 +60,7 @@ def _add_export(command: Add, out: Console) -> None:
         with open_for_reading(args.book) as book:
             done = export_book(book, args.format, args.out, selection=selection_of(args, args.format), **options)
         if args.json:
-            print(json.dumps({**msgspec.to_builtins(done), "files": [str(file) for file in done.files]}))
+            print(json.dumps({**vars(done), "files": [str(file) for file in done.files]}))
             return
         out.print(f"{done.n_rows} rows in {len(done.files)} files at {args.out}", highlight=False, soft_wrap=True)
         if done.left_out:
@@ -79,27 +79,28 @@ def _add_export(command: Add, out: Console) -> None:
     made.add_argument("--format", required=True, choices=list(FORMATS), help="for what")
     made.add_argument("--out", required=True, metavar="PATH", help="a .jsonl file (chat, trl) or a folder (the others)")
     add_selection(made)
-    takers = {
-        name: ", ".join(f for f in FORMATS if name in OPTIONS[f]) for name in frozenset().union(*OPTIONS.values())
-    }
+
+    def takers(option: str) -> str:
+        return ", ".join(name for name, options in OPTIONS.items() if option in options)
+
     made.add_argument(
         "--rows",
         choices=["trajectories", "interactions"],
         default=None,
-        help=f"a row is one of these ({takers['rows']})",
+        help=f"a row is one of these ({takers('rows')})",
     )
     made.add_argument(
         "--type",
         dest="kind",
         choices=["prompt-completion", "preference", "unpaired", "messages"],
         default=None,
-        help=f"the dataset type; preference is DPO's, unpaired KTO's ({takers['kind']})",
+        help=f"the dataset type; preference is DPO's, unpaired KTO's ({takers('kind')})",
     )
     made.add_argument(
         "--label-at", type=float, default=None, metavar="R", help="reward of a good completion (unpaired)"
     )
     made.add_argument(
-        "--all-fields", action="store_true", help=f"reasoning, ids and rewards too ({takers['all_fields']})"
+        "--all-fields", action="store_true", help=f"reasoning, ids and rewards too ({takers('all_fields')})"
     )
-    made.add_argument("--pad-id", type=int, default=None, metavar="ID", help=f"the padding token ({takers['pad_id']})")
+    made.add_argument("--pad-id", type=int, default=None, metavar="ID", help=f"the padding token ({takers('pad_id')})")
     made.add_argument("--json", action="store_true", help="say what was written as JSON")

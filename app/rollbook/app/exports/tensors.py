@@ -1,7 +1,7 @@
 """Tokens as verl and AReaL hold them in memory, in files that `torch.load(..., weights_only=True)` reads.
 
 verl (0.9, `verl.protocol.DataProto`): a file is {"tensors", "non_tensors", "meta_info"}, the arguments of
-`DataProto.from_dict`. B rows, each a trajectory; prompts of P tokens are padded on the left, responses of R on the right:
+`DataProto.from_dict`. B rows, each a trajectory; prompts (P tokens) are padded on the left, responses (R) on the right:
 
     prompts [B, P], responses [B, R], input_ids, attention_mask and position_ids [B, P + R]   int64
     response_mask int64 [B, R]        1 where the policy sampled, 0 for what tools and users said, and for padding
