@@ -62,6 +62,7 @@ class FakeVLLM:
     prompts: list[list[int]] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    has_forms: bool = True
     limit_name = "max_tokens"
 
     def __post_init__(self) -> None:
@@ -197,6 +198,12 @@ class FakeVLLM:
     ) -> web.StreamResponse:
         if sampling["temperature"] > 2:
             return self._refuse("temperature must be in [0, 2]")
+        form = sampling.get("structured_outputs")
+        if form is not None and self.has_forms:
+            try:
+                json.loads(form.get("structural_tag", "{}"))
+            except ValueError:
+                return self._refuse("structural_tag is not valid JSON")
         if len(prompt) >= self.max_model_len:
             return self._refuse("the prompt is longer than the maximum model length")
         self.prompts.append(prompt)

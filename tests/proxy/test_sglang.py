@@ -5,14 +5,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
 from proxy.fake_sglang import FakeSGLang
 from proxy.fake_vllm import answer, serving, until
 from proxy.models import misfits, tiny_model
-from rollbook.proxy.engine import Engine
+from rollbook.proxy.engine import Call, Engine, Form
 from rollbook.proxy.errors import BadRequest, EngineFailed
+from rollbook.proxy.form import structural_tag
 from rollbook.proxy.sglang import SGLangEngine
 
 
@@ -96,3 +98,17 @@ async def test_a_version_that_somebody_else_set_is_an_error(folder: Path) -> Non
         fake.reports = "12"
         with pytest.raises(EngineFailed, match=r"version 12 answered, expected 0: somebody else"):
             await collect(engine, generation([4], max_tokens=10))
+
+
+@pytest.mark.anyio
+async def test_a_form_is_passed_on_in_sglangs_words(folder: Path) -> None:
+    fake = FakeSGLang(folder)
+    calls = Form(calls=(Call("<call>", {"type": "object"}, "</call>"),))
+    async with serving(fake), SGLangEngine(folder, url=fake.url) as engine:
+        for form in (Form(schema={"type": "object"}), calls):
+            asked = generation([4], max_tokens=5, min_tokens=3)
+            await collect(engine, msgspec.structs.replace(asked, form=form))
+    json_body, calls_body = [body["sampling_params"] for body in fake.bodies[-2:]]
+    assert json_body["json_schema"] == '{"type": "object"}'
+    assert calls_body["structural_tag"] == structural_tag(calls)
+    assert json_body["min_new_tokens"] == calls_body["min_new_tokens"] == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import aiohttp
 import anyio
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,8 +22,9 @@ from proxy.engine_contract import EngineContract, Limits, collect, generation, i
 from proxy.fake_vllm import FakeVLLM, answer, serving, until
 from proxy.models import misfits, tiny_model
 from rollbook.proxy.checkpoint import check_fits, is_tied, write_untied
-from rollbook.proxy.engine import Engine, Sampled
+from rollbook.proxy.engine import Call, Engine, Form, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
+from rollbook.proxy.form import structural_tag
 from rollbook.proxy.vllm import VLLMEngine
 
 
@@ -255,3 +257,57 @@ def test_a_tethered_command_ends_when_its_holder_is_killed(tmp_path: Path) -> No
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+FORM = Form(schema={"type": "object"})
+CALLS = Form(calls=(Call("<call>", {"type": "object"}, "</call>"),), is_single=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("has_generate", [True, False], ids=["generate", "completions"])
+async def test_a_form_is_passed_on_in_vllms_words(folder: Path, has_generate: bool) -> None:
+    fake = FakeVLLM(folder, has_generate=has_generate)
+    async with engine_on(fake) as engine:
+        for form in (FORM, CALLS):
+            asked = generation([4], max_tokens=5, min_tokens=3)
+            await collect(engine, msgspec.structs.replace(asked, form=form))
+        bodies = [body.get("sampling_params", body) for body in fake.bodies[-2:]]
+        assert [body["structured_outputs"] for body in bodies] == [
+            {"json": FORM.schema},
+            {"structural_tag": structural_tag(CALLS)},
+        ]
+        assert all(body["min_tokens"] == 0 for body in bodies)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_would_ignore_a_form_is_found_out(folder: Path) -> None:
+    async with engine_on(FakeVLLM(folder, has_forms=False)) as engine:
+        with pytest.raises(BadRequest, match="does not know structured_outputs"):
+            await collect(engine, msgspec.structs.replace(generation([4], max_tokens=5), form=FORM))
+
+
+@pytest.mark.anyio
+async def test_new_weights_wait_for_a_form_and_one_that_is_interrupted_is_to_be_asked_again(
+    folder: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeVLLM(folder, token_s=0.005)
+    async with engine_on(fake) as engine:
+        outcomes: list[object] = []
+
+        async def ask(n: int) -> None:
+            asked = msgspec.structs.replace(generation([5, n], str(n), max_tokens=60), form=FORM)
+            try:
+                outcomes.append({piece.version for piece in await collect(engine, asked)})
+            except EngineUnavailable as error:
+                outcomes.append(error.retry_after_s)
+
+        for grace_s, expected in ((10.0, {0}), (0.01, 1)):
+            monkeypatch.setattr("rollbook.proxy.served.FORMS_S", grace_s)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask, 1)
+                await until(lambda: (fake.prompts or [None])[-1] == [5, 1])
+                await anyio.sleep(0.05)
+                await engine.load_weights(str(other), 1)
+                await engine.load_weights(str(folder), 0)
+            assert outcomes.pop() == expected
+            fake.prompts.clear()

@@ -6,6 +6,7 @@ that has vLLM.
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import anyio
 import anyio.from_thread
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -24,7 +26,9 @@ from transformers import AutoModelForCausalLM
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
 from rollbook.app.models import prepare_model
-from rollbook.proxy.engine import Engine, Sampled
+from rollbook.proxy.engine import Call, Engine, Form, Sampled
+from rollbook.proxy.errors import BadRequest
+from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.vllm import VLLMEngine
 
 ARGS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "64")
@@ -101,6 +105,44 @@ async def test_processed_logprobs_are_those_of_a_forward_pass(engine: VLLMEngine
         expected = dense_logprobs(model, PROMPT, ids_of(pieces), temperature)
         print("largest difference", np.abs(np.subtract(logprobs_of(pieces), expected)).max())
         assert np.allclose(logprobs_of(pieces), expected, atol=1e-3)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+JSON = r'\{\s*"n"\s*:\s*[12]\s*\}'
+CALLED = rf'<tool_call>\n\{{"name": "add", "arguments": {JSON}\}}\n</tool_call>'
+CALL = Call('<tool_call>\n{"name": "add", "arguments": ', SCHEMA, "}\n</tool_call>")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        (Form(schema=SCHEMA), r'\{\s*"n"\s*:\s*[12]\s*\}'),
+        (
+            Form(calls=(CALL,), is_single=True),
+            r'<tool_call>\n\{"name": "add", "arguments": \{\s*"n"\s*:\s*[12]\s*\}\}\n</tool_call>',
+        ),
+        (Form(schema=SCHEMA, calls=(CALL,)), r".*"),
+        (Form(schema=SCHEMA, thought="open"), r'.*</think>\s*\{\s*"n"\s*:\s*[12]\s*\}'),
+    ],
+    ids=["json", "call", "either", "thought"],
+)
+async def test_an_answer_is_held_to_its_form(engine: VLLMEngine, folder: Path, form: Form, pattern: str) -> None:
+    tokenizer = Tokenizer.load(folder)
+    asked = generation(PROMPT, max_tokens=180, seed=5, stop_token_ids=(2,))
+    pieces = await collect(engine, msgspec.structs.replace(asked, form=form))
+    said, logprobs = tokenizer.decode(ids_of(pieces)), logprobs_of(pieces)
+    print(repr(said[-120:]), pieces[-1].finish_reason)
+    if form.thought == "none" or pieces[-1].finish_reason == "stop":  # it may think till it is cut
+        assert re.fullmatch(pattern, said.removesuffix("<|im_end|>"), re.DOTALL)
+        assert ids_of(pieces)[-1] == 2
+    assert form.thought != "none" or sum(x > -1e-6 for x in logprobs) > 3, "what was forced was certain"
+
+
+@pytest.mark.anyio
+async def test_a_form_that_vllm_does_not_take_is_a_bad_request(engine: VLLMEngine) -> None:
+    with pytest.raises(BadRequest, match="vLLM refused"):
+        await collect(engine, msgspec.structs.replace(generation(PROMPT), form=Form(schema={"type": "nonsense"})))
 
 
 @pytest.mark.anyio

@@ -97,7 +97,6 @@ class Node:
     is_replayed: bool = False
     idempotency_key: str | None = None
     origin_id: str | None = None  # in a fork: what it repeats
-    n_opening: int = 0  # tokens at the prompt's end that begin the reply, see Renderer.opening
     place: tuple[str, int] | None = None  # writer and position in the log, once it is durable
 
     @property
@@ -120,12 +119,12 @@ class Node:
 
     def above(self) -> list[tuple[int, int]]:
         """(n_messages, n_prompt) of this node and of those above whose prompts begin its prompt, nearest first."""
-        found = [(self.n_messages, self.n_prompt - self.n_opening)]
+        found = [(self.n_messages, self.n_prompt)]
         node, shared = self, self.shared
         while node.is_whole and node.parent is not None:
             node = node.parent
-            if node.n_prompt - node.n_opening <= shared:
-                found.append((node.n_messages, node.n_prompt - node.n_opening))
+            if node.n_prompt <= shared:
+                found.append((node.n_messages, node.n_prompt))
             shared = min(shared, node.shared)
         return found
 
@@ -201,8 +200,6 @@ class _Prompt:
     edge: Edge | None
     cause: str | None
     parent: Node | None
-    opening: str = ""  # the end of the prompt, where the client insists on how the reply begins
-    n_opening: int = 0  # tokens of it
 
     @property
     def ids(self) -> Int32s:
@@ -337,16 +334,17 @@ class Capture:
             call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
             prompt: _Prompt | None = None
             try:
-                prompt = self._open(await self._prompt(episode, request), request)
+                prompt = await self._prompt(episode, request)
+                form = None if request.dialect == "completions" else self.renderer.form(prompt.ids, request)
                 sampling = call.sampling = await self._sampling(request, len(prompt.ids))
                 yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
                 reader = call.reader = self._reader(request, prompt.ids, sampling)
                 call.reads_at_end = not (request.is_stream or request.stop)
                 if hold is not None and request.is_stream and not request.stop:
                     call.hold, hold._call = hold, call
-                for piece in reader.push_text(prompt.opening):
-                    yield piece
-                generation = Generation(request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling)
+                generation = Generation(
+                    request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling, form=form
+                )
                 answers = self._engine.generate(generation)
                 if episode.fork is not None:
                     answers, call.repeated = episode.fork.answer(generation, self._engine)
@@ -417,7 +415,7 @@ class Capture:
         repeated = episode.nodes.get(match.repeats_id or "")
         if repeated is not None and repeated.is_orphan and not repeated.has_children:
             match = msgspec.structs.replace(match.as_retry(), kept=repeated.n_messages)
-            n_prompt = repeated.n_prompt - repeated.n_opening
+            n_prompt = repeated.n_prompt
             return _Prompt(match, Path(repeated.path()[:n_prompt]), n_prompt, "retries", match.cause, repeated)
         parent = episode.nodes[match.parent_id] if match.parent_id is not None else None
         n_chars = _size(match.messages[match.n_matched :])
@@ -437,21 +435,6 @@ class Capture:
         rendered = await _aside(n_chars, child)
         path = path.plus(rendered.more, kept=rendered.kept)
         return _Prompt(match, path, rendered.shared, rendered.edge, rendered.cause, parent)
-
-    def _open(self, prompt: _Prompt, request: Request) -> _Prompt:
-        """Begin the reply where the client insists. Raises BadRequest."""
-        if request.dialect == "completions":
-            return prompt
-        opening = self.renderer.opening(
-            prompt.ids,
-            tool_choice=request.tool_choice,
-            wants_json=request.response_format is not None,
-            tools=request.tools,
-        )
-        if opening:
-            more = self.renderer.encode_after(opening)
-            prompt.path, prompt.opening, prompt.n_opening = prompt.path.plus(more), opening, len(more)
-        return prompt
 
     def _begins_anew(self, parent: Node, request: Request, episode: Episode) -> bool:
         """Whether a request that names its parent brings another system message or other tools."""
@@ -588,7 +571,7 @@ class Capture:
             dialect=request.dialect,
             model=request.model,
             role=request.role,
-            sampling=_sampling_facts(call.sampling, request, prompt.n_opening),
+            sampling=_sampling_facts(call.sampling, request),
             logprobs_mode=self._engine.logprobs_mode if repeated is None else repeated.logprobs_mode,
             finish_reason="abort" if is_orphan else call.finish,
             is_trainable=request.store and not is_orphan and repeated is None,
@@ -706,7 +689,6 @@ class Capture:
             is_trainable=fact.is_trainable,
             idempotency_key=fact.idempotency_key,
             origin_id=fact.origin_id,
-            n_opening=fact.sampling.get("opening", 0),
             place=place,
         )
         episode.put(node, body=fact.request_sha256, has_form="response_format" in fact.sampling)
@@ -939,16 +921,18 @@ def _pieces_of(reply: Reply) -> Iterator[Piece]:
         yield Piece(token_ids=ids, logprobs=logprobs)
 
 
-def _sampling_facts(sampling: Sampling, request: Request, n_opening: int) -> dict[str, Any]:
+def _sampling_facts(sampling: Sampling, request: Request) -> dict[str, Any]:
     """What the tokens were drawn with; temperature, top_p and top_k always, since logprobs mean nothing without."""
     facts: dict[str, Any] = msgspec.to_builtins(sampling)
     facts |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     if request.stop:
         facts["stop"] = list(request.stop)
-    if n_opening:
-        facts["opening"] = n_opening  # tokens of the prompt that begin the reply
     if request.response_format is not None:
         facts["response_format"] = request.response_format
+    if request.tool_choice not in ("auto", "none"):
+        facts["tool_choice"] = request.tool_choice
+    if "response_format" in facts or "tool_choice" in facts:
+        facts["is_held"] = True  # to that form: what would break it had probability zero, see engine.Form
     return facts
 
 

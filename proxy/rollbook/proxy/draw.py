@@ -1,9 +1,9 @@
 """Drawing tokens: from a batch of logits and each request's settings to ids and the logprobs of what was drawn.
 
-The order is vLLM's: penalties, forbidden stop tokens, temperature, min_p, top_k, top_p. A uniform number of the
-request's own decides the token by inverting the cumulative distribution, so what a seed gives does not depend on who
-else is in the batch, float noise in the logits aside. Temperature 0 takes the likeliest token; its logprob is then that
-of temperature 1, after penalties. Everything is float32.
+The order is vLLM's: what the form forbids, penalties, forbidden stop tokens, temperature, min_p, top_k, top_p. A
+uniform number of the request's own decides the token by inverting the cumulative distribution, so what a seed gives
+does not depend on who else is in the batch, float noise in the logits aside. Temperature 0 takes the likeliest token;
+its logprob is then that of temperature 1, after form and penalties. Everything is float32.
 
 Shapes: B requests, V tokens of the vocabulary.
 """
@@ -20,12 +20,16 @@ from .engine import LogprobsMode, Sampling
 
 @dataclass(kw_only=True)
 class Dice:
-    """What one request brings to a draw. prompt_ids and output_ids are read only where a penalty needs them."""
+    """What one request brings to a draw. prompt_ids and output_ids are read only where a penalty needs them.
+
+    allowed: bool [V], the tokens that the answer's form leaves now; None: any.
+    """
 
     sampling: Sampling
     random: random.Random
     prompt_ids: Sequence[int] | np.ndarray = ()
     output_ids: list[int] = field(default_factory=list)
+    allowed: np.ndarray | None = None
 
 
 def draw(
@@ -39,6 +43,8 @@ def draw(
     logits_BV = logits_BV.float()
     raw_BV = logits_BV.clone() if mode == "raw" else None
     for row, one in enumerate(dice):
+        if one.allowed is not None:
+            logits_BV[row].masked_fill_(torch.from_numpy(~one.allowed).to(device), -torch.inf)
         _penalise(logits_BV[row], one)
     temperatures = [one.sampling.temperature or 1.0 for one in dice]
     if any(t != 1.0 for t in temperatures):

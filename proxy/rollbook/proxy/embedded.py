@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import TypeVar
 
 import anyio
+import msgspec
 import numpy as np
 import torch
 
@@ -39,6 +40,7 @@ from rollbook.store.events import Int32s
 from .draw import Dice, draw
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
+from .guide import Guide, Guides
 from .kv import PrefixTree, Rows
 from .packed import NextTokens, PackedModel, Reading
 
@@ -135,6 +137,8 @@ class EmbeddedEngine:
     async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         request = self._checked(generation)
         worker = self._worker
+        if generation.form is not None:
+            request.guide = await anyio.to_thread.run_sync(worker.begin_guide, generation, request.stops)
         worker.commands.put(lambda: worker.submit(request))
         is_done = False
         try:
@@ -172,7 +176,12 @@ class EmbeddedEngine:
             limit=min(sampling.max_tokens or room, room),
             stops=frozenset(sampling.stop_token_ids),
             output=output,
-            dice=Dice(sampling=sampling, random=random.Random(seed), prompt_ids=prompt, output_ids=output),
+            dice=Dice(
+                sampling=sampling if generation.form is None else msgspec.structs.replace(sampling, min_tokens=0),
+                random=random.Random(seed),
+                prompt_ids=prompt,
+                output_ids=output,
+            ),
         )
 
     async def pause(self) -> None:
@@ -242,6 +251,8 @@ class _Request:
     stops: frozenset[int]
     output: list[int]
     dice: Dice
+    guide: Guide | None = None
+    lost: EngineFailed | None = None  # its form could not be followed any further
     answers: "asyncio.Queue[Answer]" = field(default_factory=asyncio.Queue)
     number: int = 0
     prefill: "_Prefill | None" = None
@@ -304,6 +315,8 @@ class _Worker:
         self._prefills: dict[bytes, _Prefill] = {}  # by all of their ids, oldest first
         self._numbers = itertools.count()
         self._alive: dict[int, _Request] = {}  # by number: whoever still waits for an answer, wherever it is
+        self._guides: Guides | None = None
+        self._guides_lock = threading.Lock()
         self._news: list[tuple[asyncio.Queue[Answer], Answer]] = []
         self._is_paused = False
         self.is_closing = False
@@ -369,6 +382,14 @@ class _Worker:
         return sum(len(rows.sequences) for rows in self._rows.values())
 
     # -- requests
+
+    def begin_guide(self, generation: Generation, stops: frozenset[int]) -> Guide:
+        """In any thread. Raises BadRequest."""
+        with self._guides_lock:
+            if self._guides is None:
+                self._guides = Guides(self._path, self.vocab_size)
+        assert generation.form is not None
+        return self._guides.begin(generation.form, stops, generation.sampling.min_tokens)
 
     def submit(self, request: _Request) -> None:
         request.number = next(self._numbers)
@@ -500,15 +521,27 @@ class _Worker:
             return []
         if len(places) != len(logits_KV):
             logits_KV = logits_KV[torch.tensor(places, device=logits_KV.device)]
+        for request in requests:
+            if request.guide is not None:
+                try:
+                    request.dice.allowed = request.guide.allowed()
+                except EngineFailed as error:
+                    request.dice.allowed, request.lost = None, error
         tokens, logprobs = draw(logits_KV, [request.dice for request in requests], self._mode)
         if not np.isfinite(logprobs).all():
             raise ArithmeticError("the model's logits are not finite; look at the weights that were loaded last")
         return list(zip(requests, tokens, logprobs, strict=True))
 
     def _answer(self, request: _Request, token: int, logprob: float) -> None:
+        if request.lost is not None:
+            self._news.append((request.answers, request.lost))
+            self.abort(request)
+            return
         request.output.append(token)
+        if request.guide is not None:
+            request.guide.take(token)
         reason: FinishReason | None = None
-        if token in request.stops:
+        if token in request.stops or (request.guide is not None and request.guide.is_over):
             reason = "stop"
         elif len(request.output) == request.limit:
             reason = "length"

@@ -6,7 +6,7 @@ labelled with the version that made it.
 """
 
 from collections.abc import AsyncIterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -51,12 +51,34 @@ def check_sampling(sampling: Sampling) -> None:
             raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
 
 
+class Call(msgspec.Struct, frozen=True):
+    """A tool call as the model writes it: `begin`, arguments that fit a JSON schema, `end`."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+class Form(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer has to be: JSON that fits `schema`, or calls, whichever the model begins; then a stop token.
+
+    It is enforced: a token that would break it has probability zero, and processed logprobs are those of what is left,
+    so a token that was forced has 0.
+    """
+
+    schema: dict[str, Any] | None = None
+    calls: tuple[Call, ...] = ()
+    is_single: bool = False  # one call at most; else several may follow each other, a line break between
+    thought: Literal["none", "may", "open"] = "none"  # a thought comes before: not, if the model likes, or is begun
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an engine. prompt_ids: int32 [T]. Stop tokens are sampled, reported, and end the output."""
 
     request_id: str
     prompt_ids: Int32s
     sampling: Sampling = Sampling()
+    form: Form | None = None
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +120,7 @@ class Engine(Protocol):
 
     def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         """Stream an answer. Closing the iterator aborts the request. Raises EngineFailed, EngineUnavailable,
-        BadRequest for sampling settings the engine does not have, ContextOverflow."""
+        BadRequest for sampling settings and forms the engine does not have, ContextOverflow."""
         ...
 
     async def pause(self) -> None:

@@ -578,7 +578,7 @@ class Reader:
         return pieces
 
     def push_text(self, text: str) -> list[Piece]:
-        """Take text that is not tokens any more."""
+        """Take text that never was tokens."""
         return self._pieces(self._parse(text))
 
     def finish(self) -> list[Piece]:

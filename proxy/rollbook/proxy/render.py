@@ -13,6 +13,7 @@ rendering small conversations whole and by stand-in; and again at turns 8, 16, 3
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -22,25 +23,28 @@ from xxhash import xxh3_64_hexdigest
 from rollbook.store.events import Edge, Int32s
 from rollbook.store.tree import Match, canonical_json, classify, text_of
 
+from .engine import Call, Form
 from .errors import BadRequest
+from .form import CALL_WRITINGS, schema_of
 from .parsing import (
     MARKS,
     REASONING_PARSERS,
     TOOL_PARSERS,
     Cut,
-    HermesParser,
     Parser,
     Vocabulary,
     new_call_id,
     read_text,
 )
-from .request import Message, Tool
+from .request import Message, Request, Tool
 from .tokenizer import Tokenizer
 
 History = Literal["template", "exact"]
 
 _MARK = f"rb{os.urandom(8).hex()}"
 """Stands for a reply while we look for what follows it. No message holds it: it is new in each process."""
+
+_NAME = "\0name\0"
 
 _LONG_HEAD, _HEADS = 500, 64
 """Characters from which on a conversation's head is kept with its ids, and how many are kept."""
@@ -198,12 +202,12 @@ class Renderer:
             tool_parser = next((name for place in places for mark, name in MARKS.items() if mark in place), "json")
         if reasoning_parser == "auto":
             reasoning_parser = "think" if "<think>" in shown or "<think>" in tokenizer.added else "none"
+        self.tool_parser = tool_parser
         self._new_tool_parser = _chosen("tool_parser", tool_parser, TOOL_PARSERS)
         self._new_reasoning_parser = _chosen("reasoning_parser", reasoning_parser, REASONING_PARSERS)
         self._knows_developer = "developer" in shown
         self._checks: dict[Ways, Check] = {}
         self._heads: dict[str, Int32s] = {}
-        self._openings: dict[str | None, str] = {}
         self._end = ""  # the text that ends the model's turn, and its id
         self._end_id = -1
         self._find_end()
@@ -275,43 +279,53 @@ class Renderer:
             chain.append(self._new_tool_parser())
         return chain
 
-    def opening(
-        self, prompt_ids: Int32s, *, tool_choice: str | dict[str, Any], wants_json: bool, tools: Sequence[Tool]
-    ) -> str:
-        """What the reply has to begin with where the client insists on a call, or on JSON. It is prompt, not sampled.
+    def form(self, prompt_ids: Int32s, request: Request) -> Form | None:
+        """What the answer has to be, where the client insists on a call or on JSON. Raises BadRequest where this
+        model's calls have no form that is known."""
+        choice, answer = request.tool_choice, request.response_format
+        tools = [] if choice == "none" else request.tools
+        must_call = choice not in ("auto", "none")
+        if not must_call and answer is None:
+            return None
+        if isinstance(choice, dict):
+            name = choice["function"]["name"]
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+        thought: Literal["none", "may", "open"] = "none"
+        if self._new_reasoning_parser is not None:
+            thought = "open" if self._is_thinking(prompt_ids) else "may"
+        return Form(
+            schema=None if must_call or answer is None else schema_of(answer),
+            calls=tuple(self._call(tool["function"]) for tool in tools),
+            is_single=self.tool_parser != "hermes" or request.template.get("parallel_tool_calls") is False,
+            thought=thought,
+        )
 
-        Engines need not know of it, and what is sampled is drawn as the policy says. Raises BadRequest where this
-        model's calls have no form that can be begun.
-        """
-        name = None
-        if isinstance(tool_choice, dict):
-            name = str((tool_choice.get("function") or tool_choice).get("name") or "")
-        elif tool_choice != "required":
-            return "{" if wants_json and not tools and not self._is_thinking(prompt_ids) else ""
-        if self._new_tool_parser is not HermesParser:
+    def _call(self, function: Mapping[str, Any]) -> Call:
+        """A call of this function, as the template writes it."""
+        name = msgspec.json.encode(function["name"]).decode()
+        begin, end = self._call_writing
+        return Call(begin.replace(_NAME, name), function.get("parameters") or {"type": "object"}, end)
+
+    @cached_property
+    def _call_writing(self) -> tuple[str, str]:
+        """What a call has before its arguments, the name as `_NAME`, and after them."""
+        usual = CALL_WRITINGS.get(self.tool_parser)
+        if usual is None:
             raise BadRequest(
-                "tool_choice asks for a call, and only models that write <tool_call> can be held to one; use auto",
+                f"tool_choice asks for a call, and how this model writes one ({self.tool_parser}) is not JSON between "
+                "fixed marks, which is what an answer can be held to; use auto",
                 param="tool_choice",
             )
-        if self._is_thinking(prompt_ids):
-            return ""  # it thinks first, and then it is too late
-        begun = self._openings.get(name)
-        if begun is None:
-            begun = self._openings[name] = self._begin_call(name)
-        return begun
-
-    def _begin_call(self, name: str | None) -> str:
-        """A call of this name as the template writes it, up to its arguments; up to the name where any will do."""
-        call = {"id": "c", "type": "function", "function": {"name": name or _MARK, "arguments": {_MARK: _MARK}}}
+        call = {"id": "c", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
         told: list[Message] = [{"role": "user", "content": "u"}]
         then = self._write(told, _SOME_TOOL, None)
         told.append({"role": "assistant", "content": "", "tool_calls": [call]})
         now = self._write(told, _SOME_TOOL, None)
-        end = now.rfind("{", 0, now.rfind(_MARK)) if name is not None else now.find(_MARK, len(then))
-        begun = now[len(then) : end].lstrip()
-        if now.startswith(then) and begun.startswith("<tool_call>"):
-            return begun
-        return '<tool_call>\n{"name": "' + ("" if name is None else f'{name}", "arguments": ')
+        first, last = now.find(_MARK, len(then)), now.rfind(_MARK)
+        begin = now[len(then) : now.rfind("{", 0, last)].lstrip()
+        end = now[now.find("}", last) + 1 :].partition(self._end or "\0")[0].rstrip()
+        is_known = now.startswith(then) and first < last and begin.startswith(usual[0][:8]) and f'"{_MARK}"' in begin
+        return (begin.replace(f'"{_MARK}"', _NAME), end) if is_known else usual
 
     def _is_thinking(self, prompt_ids: Int32s) -> bool:
         """Whether the template has opened a thought at the prompt's end."""

@@ -8,6 +8,9 @@ upstream request belongs to one version, whole, and no token's label is a guess.
 A server that we started is ended with us, even by kill -9 (`tether.py`), and started again when it dies; one that was
 given by its URL is waited for. Either gets the weights and the version that it had.
 
+An answer that is held to a form (`engine.Form`) cannot go on in another request, since the server would begin the form
+anew: new weights wait for such answers a little, and one that is interrupted all the same fails, to be asked again.
+
 Requests with a seed repeat as long as they are not interrupted: the server's dice start anew where an answer goes on.
 """
 
@@ -38,6 +41,7 @@ from .engine import (
     EMPTY_IDS,
     EMPTY_LOGPROBS,
     FinishReason,
+    Form,
     Generation,
     Health,
     LogprobsMode,
@@ -49,6 +53,9 @@ from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
 
 MAX_BREAKS = 3
 """How often one request may lose its server without a token in between: then it is taken for what kills it."""
+
+FORMS_S = 10.0
+"""How long new weights wait for answers that are held to a form."""
 
 REST_S = 30.0
 """How long a server that did not come back is left alone."""
@@ -129,6 +136,7 @@ class ServedEngine(abc.ABC):
         self._running = 0
         self._tasks: set[asyncio.Task[None]] = set()  # one for each running request, which awaits it
         self._upstream = 0  # requests that the server has
+        self._formed = 0  # of these, those that are held to a form
 
     # -- what a kind of server adds
 
@@ -141,8 +149,14 @@ class ServedEngine(abc.ABC):
         """Find out what the server is and can do: `_max_context`, and `logprobs_mode` unless it is paused."""
 
     @abc.abstractmethod
-    def _ask(self, ids: Int32s, sampling: Sampling, name: str, version: int | None) -> AsyncIterator[Upstream]:
+    def _ask(
+        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    ) -> AsyncIterator[Upstream]:
         """One upstream request. Raises Broken, BadRequest, EngineFailed, aiohttp's errors."""
+
+    @abc.abstractmethod
+    async def _check_forms(self) -> None:
+        """Raises BadRequest where the server does not hold answers to a form, and would say nothing."""
 
     @abc.abstractmethod
     async def _freeze(self) -> None:
@@ -268,7 +282,7 @@ class ServedEngine(abc.ABC):
 
     async def _first(self, sampling: Sampling, version: int | None) -> Upstream:
         """All of a short answer at once, in a piece; for looking at what a server answers."""
-        pieces = [piece async for piece in self._ask(np.array([1, 2, 3], np.int32), sampling, "look", version)]
+        pieces = [piece async for piece in self._ask(np.array([1, 2, 3], np.int32), sampling, "look", version, None)]
         ids, logprobs, reasons = zip(*pieces, strict=True)
         return np.concatenate(ids), np.concatenate(logprobs), reasons[-1]
 
@@ -322,13 +336,20 @@ class ServedEngine(abc.ABC):
         sampling, prompt = generation.sampling, np.asarray(generation.prompt_ids, np.int32)
         room = self._max_context - len(prompt)
         limit = min(sampling.max_tokens or room, room)
-        ids, n, breaks, part, version = prompt, 0, 0, 0, self._version
+        ids, n, breaks, part, version, form = prompt, 0, 0, 0, self._version, generation.form
         while True:
             await self._gate.wait()
             if n and (n == limit or int(ids[-1]) in sampling.stop_token_ids):
                 # The server was lost between the last token and the word that it was the last.
                 yield _end("stop" if int(ids[-1]) in sampling.stop_token_ids else "length", version)
                 return
+            if form is not None:
+                if n:
+                    raise EngineUnavailable(
+                        "the answer was interrupted, and its form cannot be taken up in the middle; ask again",
+                        retry_after_s=1,
+                    )
+                await self._check_forms()
             version, life, updates = self._version, self._lives, self._updates
             rest = msgspec.structs.replace(
                 sampling, max_tokens=limit - n, min_tokens=min(limit - n, max(0, sampling.min_tokens - n))
@@ -336,7 +357,7 @@ class ServedEngine(abc.ABC):
             name = generation.request_id if part == 0 else f"{generation.request_id}-{part}"
             part += 1
             try:
-                async with aclosing(self._counted(ids, rest, name, version)) as pieces:  # type: ignore[type-var]
+                async with aclosing(self._counted(ids, rest, name, version, form)) as pieces:  # type: ignore[type-var]
                     async for more, logprobs, reason in pieces:
                         ids, n = np.concatenate([ids, more]), n + len(more)
                         breaks = 0 if len(more) else breaks
@@ -355,15 +376,17 @@ class ServedEngine(abc.ABC):
                 return
 
     async def _counted(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None
+        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
     ) -> AsyncIterator[Upstream]:
         self._upstream += 1
+        self._formed += form is not None
         try:
-            async with aclosing(self._ask(ids, sampling, name, version)) as pieces:  # type: ignore[type-var]
+            async with aclosing(self._ask(ids, sampling, name, version, form)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
                     yield piece
         finally:
             self._upstream -= 1
+            self._formed -= form is not None
 
     async def _recover(self, life: int, breaks: int, cause: Exception) -> None:
         """Return when a server is there again. Raises EngineFailed if it was never away, EngineUnavailable if gone."""
@@ -435,6 +458,9 @@ class ServedEngine(abc.ABC):
         self._updates += 1
         try:
             if not self._is_paused:
+                with anyio.move_on_after(FORMS_S):  # they cannot go on in another request
+                    while self._formed:  # noqa: ASYNC110 - each is read by somebody else
+                        await anyio.sleep(0.01)
                 await self._freeze()
             with anyio.fail_after(60):
                 while self._upstream:

@@ -9,6 +9,7 @@ Written from the source of SGLang 0.5.23 and tested against a fake of it: it has
   its logprobs follow them. Seeds mean something only with --enable-deterministic-inference, and are refused else.
 """
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -20,8 +21,9 @@ import numpy as np
 
 from rollbook.store.events import Int32s
 
-from .engine import Sampling
+from .engine import Form, Sampling
 from .errors import BadRequest, EngineFailed, EngineUnavailable
+from .form import structural_tag
 from .served import Broken, ServedEngine, Upstream, said
 
 
@@ -96,7 +98,12 @@ class SGLangEngine(ServedEngine):
                         param=field,
                     )
 
-    async def _ask(self, ids: Int32s, sampling: Sampling, name: str, version: int | None) -> AsyncIterator[Upstream]:
+    async def _check_forms(self) -> None:
+        """A server that did not know the parameter would refuse the request."""
+
+    async def _ask(
+        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    ) -> AsyncIterator[Upstream]:
         self._check(sampling)
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -111,6 +118,10 @@ class SGLangEngine(ServedEngine):
             "repetition_penalty": sampling.repetition_penalty,
             "skip_special_tokens": False,
         }
+        if form is not None:
+            is_json = form.schema is not None and not form.calls and form.thought == "none"
+            told = {"json_schema": json.dumps(form.schema)} if is_json else {"structural_tag": structural_tag(form)}
+            parameters |= {**told, "min_new_tokens": 0}
         if sampling.seed is not None:
             parameters["sampling_seed"] = sampling.seed % (1 << 31)
         body = {

@@ -27,8 +27,9 @@ import numpy as np
 from rollbook.store.events import Int32s
 
 from .checkpoint import is_tied, write_untied
-from .engine import Sampling
-from .errors import EngineFailed, EngineUnavailable
+from .engine import Form, Sampling
+from .errors import BadRequest, EngineFailed, EngineUnavailable
+from .form import structural_tag
 from .served import Broken, ServedEngine, Upstream, said
 
 
@@ -74,6 +75,8 @@ class VLLMEngine(ServedEngine):
     _served = ""
     _has_generate = False
     _has_versions = False
+    _has_forms = False
+    _forms_in = 0  # the life in which that was found out
     _is_untied = False
     _is_stuck = False  # reloading would leave the old head
 
@@ -148,8 +151,22 @@ class VLLMEngine(ServedEngine):
         device = config.get("device_config", {}) if isinstance(config, dict) else {}
         return "cpu" in (device.get("device_type"), device.get("device"))
 
-    async def _ask(self, ids: Int32s, sampling: Sampling, name: str, version: int | None) -> AsyncIterator[Upstream]:
-        parameters: dict[str, Any] = {
+    async def _check_forms(self) -> None:
+        if self._forms_in != self._lives:
+            # What cannot be a form is refused by a server that knows the parameter, and ignored by one that does not.
+            asked = self._sampling(Sampling(max_tokens=1)) | {"structured_outputs": {"structural_tag": "no JSON"}}
+            path, body = self._request(np.array([1, 2, 3], np.int32), asked, "look")
+            self._has_forms = await self._status("POST", path, body) == 400
+            self._forms_in = self._lives
+        if not self._has_forms:
+            raise BadRequest(
+                f"vLLM at {self._url} does not know structured_outputs, so it cannot hold an answer to a form: use a "
+                "newer one (0.12 or later), or leave out response_format and ask for tools with tool_choice auto",
+                param="response_format",
+            )
+
+    def _sampling(self, sampling: Sampling) -> dict[str, Any]:
+        return {
             "max_tokens": sampling.max_tokens,
             "min_tokens": sampling.min_tokens,
             "temperature": sampling.temperature,
@@ -164,17 +181,29 @@ class VLLMEngine(ServedEngine):
             "repetition_penalty": sampling.repetition_penalty,
             "logprobs": 0,
         }
-        salt = {} if version is None else {"cache_salt": f"v{version}"}
+
+    def _request(self, ids: Int32s, parameters: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+        """(path, body) of one that generates."""
         if self._has_generate:
-            path = "/inference/v1/generate"
-            body = {
-                "token_ids": ids.tolist(),
-                "sampling_params": {**parameters, "detokenize": False},
-                "request_id": name,
-            }
-        else:
-            path = "/v1/completions"
-            body = {"model": self._served, "prompt": ids.tolist(), "return_token_ids": True, **parameters}
+            own = {"sampling_params": {**parameters, "detokenize": False}, "request_id": name}
+            return "/inference/v1/generate", {"token_ids": ids.tolist(), **own}
+        return "/v1/completions", {
+            "model": self._served,
+            "prompt": ids.tolist(),
+            "return_token_ids": True,
+            **parameters,
+        }
+
+    async def _ask(
+        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    ) -> AsyncIterator[Upstream]:
+        parameters = self._sampling(sampling)
+        if form is not None:
+            is_json = form.schema is not None and not form.calls and form.thought == "none"
+            told = {"json": form.schema} if is_json else {"structural_tag": structural_tag(form)}
+            parameters |= {"structured_outputs": told, "min_tokens": 0}
+        salt = {} if version is None else {"cache_salt": f"v{version}"}
+        path, body = self._request(ids, parameters, name)
         try:
             async with aclosing(self._events(path, {**body, **salt, "stream": True})) as events:  # type: ignore[type-var]
                 async for data in events:
