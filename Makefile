@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sdks test-vllm test-web web check lint unit clean
+.PHONY: help demo test test-cluster test-sdks test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,11 @@ test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
+
+test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of this machine, one training run under each (root, Debian)
+	command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
+	$(BIN)/pip install --quiet --editable '.[ray]'
+	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
 
 test-sdks:  ## SDKs that need much or exclude the others: CAMEL and the Claude Agent SDK, each in an environment of its own
 	$(PYTHON) -m venv $(VENV)-camel

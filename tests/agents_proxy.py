@@ -27,7 +27,7 @@ class KeepingProxy:
             raise Busy("no permit", retry_after_s=0.001)
         key = f"sk-{len(self.sessions)}"
         self.sessions[key] = {"task_id": task_id, "state": "open", "reason": None, "rewards": {}, **facts}
-        return SimpleNamespace(session_id=f"ep_{key}", api_key=key)
+        return SimpleNamespace(session_id=f"ep_{key}", api_key=key, base_url=None)
 
     async def set_reward(self, api_key, reward, *, interaction_id=None, source):
         if not self.calls or interaction_id not in (None, "i0"):

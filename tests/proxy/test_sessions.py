@@ -234,6 +234,8 @@ async def test_servers_of_one_book_leave_each_others_sessions_alone_and_reward_a
             with pytest.raises(NotFound):
                 await two.client.end_session(None, session_id=started.session_id)
             assert await two.client.set_reward(None, 1, session_id=started.session_id) == first
+            assert await two.client.end_session(None, session_id=started.session_id, state="lost") == 1
+            assert [event.fact.state for event in two.events("EpisodeClosed")] == ["lost"]
             with pytest.raises(NotFound):
                 await two.client.set_reward(None, 1, session_id="ep_unknown")
         assert (await ask(one, started.api_key, "again")).status_code == 200

@@ -1,7 +1,8 @@
 """Runs agents: one session per episode, n episodes per group, any number of groups at once.
 
 Rules: a session that was started is ended, whatever happens in between: `done`, `failed` with the reason, or
-`abandoned` where we were told to stop, so that a restart draws it again. What an agent or its reward does wrong harms
+`abandoned` where we were told to stop, so that a restart draws it again. An episode that was `lost` with its proxy is
+drawn again at once. What an agent or its reward does wrong harms
 no other episode. Only a proxy that is gone stops the runner. The reward comes from the return value; what the agent
 prints is printed.
 """
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import anyio
 import msgspec
 
+from rollbook.proxy.client import SessionLost
 from rollbook.proxy.errors import BadRequest, Busy, NotFound, SessionEnded
 
 from .data import Task
@@ -34,10 +36,15 @@ class Opened(Protocol):
     def session_id(self) -> str: ...
     @property
     def api_key(self) -> str: ...
+    @property
+    def base_url(self) -> str | None: ...  # None: the proxy's
 
 
 class Proxy(Protocol):
-    """What we use of `rollbook.proxy.client.ProxyClient`. `base_url` ends in /v1."""
+    """What we use of `rollbook.proxy.client.ProxyClient`. `base_url` ends in /v1.
+
+    `end_session` raises SessionLost where the episode was lost with its server; it is drawn again.
+    """
 
     @property
     def base_url(self) -> str: ...
@@ -68,7 +75,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     task_id: str
     group_id: str
     attempt: int
-    state: str  # done | failed
+    state: str  # done | failed | lost
     reason: str | None = None
     reward: float | None = None
     n_interactions: int = 0
@@ -134,6 +141,7 @@ class Runner:
         # Agents begin one after the other: many build an SDK's client first, tens of milliseconds without an await.
         self._starting = anyio.Lock()
         self._left_behind: set[asyncio.Task[Any]] = set()
+        self._agents: dict[str, asyncio.Task[Any]] = {}  # by session_id
         self._places = anyio.Semaphore(max_concurrent) if max_concurrent else None
 
     async def run(self, tasks: Sequence[Task], *, epoch: int = 0) -> list[Episode]:
@@ -160,6 +168,8 @@ class Runner:
             while True:
                 episode, is_final = await self._run_episode(task, group_id, attempt)
                 episodes.append(episode)
+                if episode.state == "lost":
+                    continue
                 if episode.state == "done" or is_final or attempt >= self.max_attempts:
                     return
                 attempt += 1
@@ -168,6 +178,13 @@ class Runner:
             for attempt in remaining_attempts(ended, n_samples=self.n_samples, max_attempts=self.max_attempts):
                 group.start_soon(sample, attempt)
         return episodes
+
+    def stop_agents(self, session_ids: Sequence[str]) -> None:
+        """Nobody will answer these: their episodes end now."""
+        for session_id in session_ids:
+            agent = self._agents.get(session_id)
+            if agent is not None:
+                agent.cancel()
 
     async def _run_episode(self, task: Task, group_id: str, attempt: int) -> tuple[Episode, bool]:
         """One attempt, and whether another one is pointless."""
@@ -178,7 +195,8 @@ class Runner:
 
     async def _run_session(self, task: Task, group_id: str, attempt: int) -> tuple[Episode, bool]:
         opened = await self._start_session(task, group_id, attempt)
-        session = Session(session_id=opened.session_id, api_key=opened.api_key, base_url=self.proxy.base_url)
+        base_url = opened.base_url or self.proxy.base_url
+        session = Session(session_id=opened.session_id, api_key=opened.api_key, base_url=base_url)
         self.n_running += 1
         began = time.monotonic()
         state, n_interactions, is_final = "abandoned", 0, False
@@ -197,6 +215,8 @@ class Runner:
             with anyio.CancelScope(shield=True):
                 try:
                     n_interactions = await self.proxy.end_session(session.api_key, state=state, reason=reason)
+                except SessionLost as error:
+                    state, reason = "lost", describe(error)
                 except SessionEnded as error:  # by the proxy: it was idle for too long, say
                     state, reason = "failed", describe(error)
         episode = Episode(
@@ -236,9 +256,11 @@ class Runner:
         try:
             async with self._starting:
                 agent = asyncio.create_task(self._contain(task, session), name=f"agent {session.session_id}")
+                self._agents[session.session_id] = agent
                 await asyncio.sleep(0)
             await asyncio.wait({agent}, timeout=self.time_limit_s)
         finally:
+            self._agents.pop(session.session_id, None)
             is_late = agent is not None and not agent.done()
             if agent is not None and is_late:
                 await self._stop(agent)

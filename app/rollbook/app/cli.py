@@ -46,6 +46,7 @@ def _serve(args: argparse.Namespace) -> None:
         threads=args.threads,
         settings=args.set,
         address_file=Path(args.address_file) if args.address_file else None,
+        writer=args.writer,
         engine_url=args.engine_url,
         engine_python=args.engine_python,
         engine_args=shlex.split(args.engine_args),
@@ -355,6 +356,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1", help="where to listen")
     made.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of the embedded engine")
+    made.add_argument(
+        "--writer",
+        default="proxy",
+        metavar="NAME",
+        help="under which name to append to the book; NAME-2 if it is taken",
+    )
     made.add_argument("--address-file", default=None, metavar="FILE", help="write {url, pid} there once it answers")
     made.add_argument(
         "--set",
@@ -569,6 +576,7 @@ _EXTRAS = {
     "openai": "agents-openai",
     "math_verify": "math",
     "gguf": "demo",
+    "ray": "ray",
     "matplotlib": "plot",
     "pandas": "data",
     "polars": "data",

@@ -17,6 +17,8 @@ from rollbook.agents.config import RolloutConfig
 from rollbook.learner.config import TrainConfig
 from rollbook.proxy.config import GenerationHyperparameters
 
+from .launch import SchedulerConfig
+
 
 class ConfigError(ValueError):
     """A config that cannot be used; the message names the file, the key and what was expected."""
@@ -28,6 +30,7 @@ class GRPOConfig(TrainConfig, kw_only=True, forbid_unknown_fields=True):
     # The whole structs of proxy and agents, where the learner's config has the few fields that it reads itself.
     gconfig: GenerationHyperparameters = msgspec.field(default_factory=GenerationHyperparameters)  # type: ignore[assignment]
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)  # type: ignore[assignment]
+    scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)  # type: ignore[assignment]
     workflow: str | None = None  # the agent, e.g. my_agent.MathAgent
     eval_workflow: str | None = None
 

@@ -30,7 +30,8 @@ from rollbook.store import open_book
 
 from .config import load_config
 from .examples import examples_folder, make_importable
-from .launch import LocalLauncher, start_server
+from .launch import start_servers
+from .launch_local import LocalLauncher
 from .local import bury_the_dead
 from .models import prepare_model
 from .reading import print_table, show_episode
@@ -117,20 +118,18 @@ def record_tools(
         arguments = ["--engine", "scripted", "--script", "rollbook.app.demo:calculator"]
         arguments += ["--model", str(model), "--run", TOOLS_RUN]
         log_path = root / "tools-server.log"
-        server, admin_key = start_server(LocalLauncher(), str(book_path), arguments, log_path=log_path, wait_s=60)
 
-        async def record() -> None:
-            async with ProxyClient(server.url, admin_key) as client:
+        async def record(url: str, admin_key: str) -> None:
+            async with ProxyClient(url, admin_key) as client:
                 runner = Runner(
                     client, "openai_agents_math.MathAgent", run_id=TOOLS_RUN, n_samples=n_samples, time_limit_s=60
                 )
                 for task in tasks_of(sums(n_tasks)):
                     await runner.run_group(task, ended=ended.get(f"{TOOLS_RUN}/epoch-0/{task.index}", ()))
 
-        try:
-            anyio.run(record)
-        finally:
-            server.stop()
+        with LocalLauncher() as launcher:
+            [server], admin_key = start_servers(launcher, str(book_path), arguments, log_path=log_path, wait_s=60)
+            anyio.run(record, server.url, admin_key)
     with open_book(str(book_path)) as book:
         counts = book.sql(
             "select count(*) as episodes, sum(n_interactions)::int as model_calls, avg(reward) as mean_reward "

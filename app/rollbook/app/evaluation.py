@@ -18,7 +18,8 @@ from rollbook.agents.runner import Episode, Runner
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, open_book
 
-from .launch import LocalLauncher, start_server
+from .launch import start_servers
+from .launch_local import LocalLauncher
 
 BY_TASK = """
 select task_id, count(*) as episodes, count(reward) as rewarded,
@@ -98,16 +99,14 @@ def on_server(
     """Do some work against a server that is started for it, with its log beside the book."""
     log_path = book_path.parent / f"{log_name}-{os.getpid()}.log"
     arguments = ["--run", run_id, *serve_args]
-    server, admin_key = start_server(LocalLauncher(), str(book_path), arguments, log_path=log_path, wait_s=600.0)
 
-    async def run() -> list[Episode]:
-        async with ProxyClient(server.url, admin_key) as client:
+    async def run(url: str, admin_key: str) -> list[Episode]:
+        async with ProxyClient(url, admin_key) as client:
             return await work(client)
 
-    try:
-        return anyio.run(run)
-    finally:
-        server.stop()
+    with LocalLauncher() as launcher:
+        [server], admin_key = start_servers(launcher, str(book_path), arguments, log_path=log_path, wait_s=600.0)
+        return anyio.run(run, server.url, admin_key)
 
 
 def policy_args(book_path: Path, policy: str) -> list[str]:

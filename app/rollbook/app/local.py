@@ -1,6 +1,7 @@
-"""Rollouts on this machine: the server as a child process, the agents inline on an event loop thread.
+"""Rollouts of a run: servers started by a launcher, the agents inline on an event loop thread.
 
-`scheduler.type: local` in the config names this. The programs share the book's folder, HTTP on loopback and
+`scheduler.type: local` in the config names this, with servers as child processes; `launch_slurm.py` and `launch_ray.py`
+change who starts them, and nothing else. The programs share the book's folder, HTTP on loopback and
 weight folders, exactly as they would across machines.
 """
 
@@ -22,10 +23,11 @@ from rollbook.agents.loop import RolloutLoop, ended_episodes
 from rollbook.agents.modes import workflow_of
 from rollbook.agents.runner import Runner
 from rollbook.agents.workflow import resolve
-from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, EpisodeClosed, Event, open_book
 
-from .launch import Launcher, LaunchFailed, LocalLauncher, Program, start_server
+from .launch import LaunchFailed, Program, Resources, SchedulerConfig, Supervisor, start_servers
+from .launch_local import LocalLauncher
+from .proxies import Proxies
 
 ENGINES = ("embedded", "scripted", "vllm", "sglang")
 _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
@@ -42,17 +44,21 @@ def engine_of(backend: str) -> tuple[str, str | None]:
 class LocalRollouts:
     """See `rollbook.learner.rollouts.Rollouts`."""
 
-    def __init__(self, launcher: Launcher | None = None) -> None:
-        self._launcher = launcher or LocalLauncher()
-        self._server: Program | None = None
+    def __init__(self) -> None:
+        self._servers: list[Program] = []
         self._config: Any = None
         self._run_id = ""
+        self._runners: list[Runner] = []  # at work
         self._book_path = ""
         self._loop: RolloutLoop | None = None
-        self._client: ProxyClient | None = None
+        self._proxies: Proxies | None = None
         self._portal: BlockingPortal | None = None
         self._stack = ExitStack()
         self._failure: BaseException | None = None
+
+    def launcher_of(self, config: Any) -> Supervisor:
+        """Who starts the servers; `launch_slurm.py` and `launch_ray.py` have others."""
+        return LocalLauncher(max_restarts=config.scheduler.max_restarts)
 
     def resolve(self, workflow: Any, workflow_kwargs: Mapping[str, Any]) -> None:
         resolve(workflow, **workflow_kwargs)
@@ -74,20 +80,27 @@ class LocalRollouts:
             bury_the_dead(book, run_id)
             ended = ended_episodes(book, run_id)
             n_rejected = rejected_groups(book, run_id)
-        self._server, admin_key = start_server(
-            self._launcher,
+        scheduler: SchedulerConfig = config.scheduler
+        launcher = self._stack.enter_context(self.launcher_of(config))
+        self._servers, admin_key = start_servers(
+            launcher,
             book_path,
             self._serve_arguments(config, version, weights),
             log_path=Path(config.run_path, "server.log"),
             wait_s=_ENGINE_WAIT_S,
+            n=scheduler.proxies,
+            resources=Resources(cpus=scheduler.cpus, gpus=scheduler.gpus, memory_gb=scheduler.memory_gb),
+            python=scheduler.python,
         )
-        self._stack.callback(self._server.stop)
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
-        self._client = self._stack.enter_context(
-            portal.wrap_async_context_manager(ProxyClient(self._server.url, admin_key))
+        self._proxies = self._stack.enter_context(
+            portal.wrap_async_context_manager(
+                Proxies(self._servers, admin_key, version=version, on_lost=self._stop_agents)
+            )
         )
         runner = self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples)
         self._stack.callback(runner.workflow.close)
+        self._runners.append(runner)
         self._loop = RolloutLoop(
             runner,
             tasks_of(tasks),
@@ -117,9 +130,11 @@ class LocalRollouts:
 
     def _serve_arguments(self, config: Any, version: int, weights: str) -> list[str]:
         engine, rest = engine_of(config.rollout.backend)
-        words = ["--run", self._run_id, "--engine", engine, "--model", config.actor.path]
+        words = ["--run", self._run_id, "--writer", "proxy-{index}", "--engine", engine, "--model", config.actor.path]
         words += ["--weights", weights, "--weights-version", str(version)]
         words += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
+        if (host := self.host_of(config)) is not None:
+            words += ["--host", host]
         if rest is None:
             return words
         if engine == "scripted":
@@ -128,11 +143,20 @@ class LocalRollouts:
             return [*words, "--engine-url", rest]
         return [*words, "--engine-args", rest] if rest.startswith("-") else words  # AReaL's `vllm:d1t2` is neither
 
+    def host_of(self, config: Any) -> str | None:
+        """Where servers listen; {node} is the name of their host."""
+        host: str | None = config.scheduler.host
+        return host
+
+    def _stop_agents(self, session_ids: list[str]) -> None:
+        for runner in self._runners:
+            runner.stop_agents(session_ids)
+
     def _runner(self, workflow: Any, kwargs: Mapping[str, Any], *, n_samples: int, is_eval: bool = False) -> Runner:
         agent = self._config.rollout.agent
-        assert self._client is not None
+        assert self._proxies is not None
         return Runner(
-            self._client,
+            self._proxies,
             workflow_of(agent, workflow, kwargs),
             run_id=self._run_id,
             n_samples=n_samples,
@@ -143,8 +167,8 @@ class LocalRollouts:
 
     def publish(self, path: str, version: int) -> None:
         self.check()
-        portal, client, loop = self._running()
-        portal.call(client.load_weights, path, version)
+        portal, proxies, loop = self._running()
+        portal.call(proxies.load_weights, path, version)
         loop.on_version(self._horizon(version))
 
     def _horizon(self, version: int) -> int:
@@ -162,30 +186,32 @@ class LocalRollouts:
         self.check()
         portal = self._running()[0]
         runner = self._runner(workflow, workflow_kwargs, n_samples=self._config.evaluator.n_samples, is_eval=True)
+        self._runners.append(runner)
         try:
             portal.call(partial(runner.run, tasks_of(tasks), epoch=epoch))
         finally:
+            self._runners.remove(runner)
             runner.workflow.close()
 
     def check(self) -> None:
         error = self._failure
         if error is not None:
             causes = _causes(error)
-            cause = next((one for one in causes if isinstance(one, AgentsError)), causes[0])
-            if isinstance(cause, AgentsError):
+            cause = next((one for one in causes if isinstance(one, AgentsError | LaunchFailed)), causes[0])
+            if isinstance(cause, AgentsError | LaunchFailed):
                 raise cause
             raise LaunchFailed(f"the rollouts ended: {type(cause).__name__}: {cause}") from error
-        if self._server is not None:
-            self._server.check()
+        for server in self._servers if not any(server.is_up for server in self._servers) else ():
+            server.check()  # none is up: is there one that will be?
 
     def close(self) -> None:
         self._portal = None
         self._stack.close()
 
-    def _running(self) -> tuple[BlockingPortal, ProxyClient, RolloutLoop]:
-        if self._portal is None or self._client is None or self._loop is None:
+    def _running(self) -> tuple[BlockingPortal, Proxies, RolloutLoop]:
+        if self._portal is None or self._proxies is None or self._loop is None:
             raise LaunchFailed("the rollouts have not been started, or have ended")
-        return self._portal, self._client, self._loop
+        return self._portal, self._proxies, self._loop
 
 
 def _causes(error: BaseException) -> list[BaseException]:

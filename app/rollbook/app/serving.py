@@ -40,6 +40,7 @@ def serve_book(
     threads: int,
     settings: Sequence[str],
     address_file: Path | None,
+    writer: str = "proxy",
     engine_url: str | None = None,
     engine_python: str | None = None,
     engine_args: Sequence[str] = (),
@@ -55,7 +56,7 @@ def serve_book(
         tokenizer = Tokenizer.load(model_path)
     except ValueError as error:
         raise ModelUnavailable(f"the model folder {model_path} cannot be used: {error}") from error
-    with open_writer(book_path, "proxy") as book:
+    with open_writer(book_path, writer) as book:
         service = Service(
             log=book.log,
             engine=make_engine(

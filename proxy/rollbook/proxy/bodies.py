@@ -20,9 +20,12 @@ class StartSession(msgspec.Struct, frozen=True, kw_only=True):
     origin_interaction_id: str | None = None  # fork: answered from the book up to this one, by the engine from it on
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
+class Started(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`base_url`: where this session's calls go, if it matters to which of several servers."""
+
     session_id: str
     api_key: str
+    base_url: str | None = None
 
 
 class SetReward(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +50,10 @@ class SetReward(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndSession(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /rl/end_session. `session_id` lets an admin end any session."""
+    """Body of POST /rl/end_session. `session_id` lets an admin end any session of this server, and record as `lost` one
+    of another server of the book that is gone."""
 
-    state: Literal["done", "failed", "abandoned"] = "done"
+    state: Literal["done", "failed", "abandoned", "lost"] = "done"
     reason: str | None = None
     session_id: str | None = None
 

@@ -34,6 +34,12 @@ class Unreachable(EngineUnavailable):
     code = "unreachable"
 
 
+class SessionLost(EngineUnavailable):
+    """The server that had the session is gone; what it acknowledged is in the book, and the episode is drawn again."""
+
+    code = "session_lost"
+
+
 _BY_CODE: dict[str, type[ProxyError]] = {
     kind.code: kind
     for kind in vars(errors).values()

@@ -419,10 +419,7 @@ async def set_reward(request: AnyRequest, service: Served) -> dict[str, str | No
     key = _key(request)
     is_admin = service.sessions.is_admin(key)
     body = _decode_reward(await request.body())
-    try:
-        session = _session_meant(service, key, is_admin, body.session_id)
-    except NotFound:
-        session = await service.sessions.in_book(body.session_id or "", lambda: service.book)
+    session = await _session_known(service, key, is_admin, body.session_id)
     target = await service.sessions.reward(session, body)
     return {"message": "success", "interaction_id": target}
 
@@ -433,7 +430,10 @@ async def end_session(request: AnyRequest, service: Served) -> Ended:
     key = _key(request)
     is_admin = service.sessions.is_admin(key)
     body = _decode_end(await request.body() or b"{}")
-    session = _session_meant(service, key, is_admin, body.session_id)
+    if body.state == "lost":
+        session = await _session_known(service, key, is_admin, body.session_id)
+    else:  # of a session that another server has, only its loss is ours to record
+        session = _session_meant(service, key, is_admin, body.session_id)
     return Ended(message="success", interaction_count=await service.sessions.end(session, body.state, body.reason))
 
 
@@ -444,6 +444,14 @@ def _session_meant(service: Service, key: str | None, is_admin: bool, session_id
     if session_id is not None and session_id != session.episode_id:
         raise Forbidden("a session's key speaks for its own session only; leave session_id out")
     return session
+
+
+async def _session_known(service: Service, key: str | None, is_admin: bool, session_id: str | None) -> Session:
+    """The same, or one that this server has forgotten, or that another server of the book had."""
+    try:
+        return _session_meant(service, key, is_admin, session_id)
+    except NotFound:
+        return await service.sessions.in_book(session_id or "", lambda: service.book)
 
 
 # The policy

@@ -1,0 +1,176 @@
+"""Programs as actors of a Ray cluster, in a placement group that spreads them: one that runs, or one started here.
+
+An actor holds its keeper by standard input, as `launch_local.py` does: Ray ends the actors of a driver that is gone,
+and with an actor goes what it holds. Programs share URLs and files with the rest of the run, no objects of Ray's.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from .launch import LOST_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket
+from .local import LocalRollouts
+
+
+class _Holder:
+    """The actor."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, **env},
+            cwd=cwd,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def status(self) -> int | None:
+        return self._process.poll()
+
+    def end(self, wait_s: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Actor:
+    """One actor in its place of a placement group."""
+
+    def __init__(self, actor: Any, place: "_Place") -> None:
+        self._actor = actor
+        self._place = place
+        self._asked: Any = None
+        self._is_ended = False
+
+    def why_ended(self) -> str | None:
+        # Asked without waiting: an actor that waits in Ray's queue does not answer yet.
+        if self._asked is None:
+            self._asked = self._actor.status.remote()
+        done, _ = ray.wait([self._asked], timeout=0)
+        if not done:
+            return None
+        asked, self._asked = self._asked, None
+        try:
+            status = ray.get(asked)
+        except RayError as error:
+            return f"ended: Ray says {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return None if status is None else f"ended: its keeper ended with status {status}"
+
+    def end(self, wait_s: float) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        with suppress(RayError):  # it is gone already
+            ray.get(self._actor.end.remote(wait_s), timeout=wait_s + 5)
+        with suppress(RayError):
+            ray.kill(self._actor)
+        self._place.leave()
+
+
+class _Place:
+    """A placement group, given back when the last of its actors has ended."""
+
+    def __init__(self, bundles: list[dict[str, float]]) -> None:
+        self.group = placement_group(bundles, strategy="SPREAD")
+        self._left = len(bundles)
+
+    def leave(self) -> None:
+        self._left -= 1
+        if not self._left:
+            with suppress(RayError):
+                remove_placement_group(self.group)
+
+
+class RayLauncher(Supervisor):
+    """See `Launcher`. address: of a running cluster (as ray.init takes it); None: a cluster of this machine alone.
+
+    The log's folder must be one that all nodes see, as the book's must.
+    """
+
+    look_s = 0.5
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        python: str | None = None,
+        max_restarts: int = 3,
+        lost_s: float = LOST_S,
+    ) -> None:
+        super().__init__(max_restarts=max_restarts, lost_s=lost_s)
+        self._python = python
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            if address is None:
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours tells nobody of itself
+            try:
+                ray.init(
+                    address=address or "local",
+                    namespace="rollbook",
+                    include_dashboard=False if address is None else None,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise LaunchFailed(
+                    f"no Ray cluster answers at {address or 'this machine'}: {error}; start one with "
+                    "`ray start --head`, or leave scheduler.address out"
+                ) from error
+
+    def submit(self, jobs: Sequence[Job]) -> Sequence[Ticket]:
+        needs = jobs[0].resources
+        bundle: dict[str, float] = {"CPU": needs.cpus}
+        if needs.gpus:
+            bundle["GPU"] = needs.gpus
+        if needs.memory_gb is not None:
+            bundle["memory"] = needs.memory_gb * 2**30
+        self._refuse_what_never_fits(bundle)
+        place = _Place([bundle] * len(jobs))
+        tickets = []
+        for i, job in enumerate(jobs):
+            strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=i)
+            make = ray.remote(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                memory=bundle.get("memory"),
+                max_restarts=0,  # a restart is ours to make
+                scheduling_strategy=strategy,
+            )(_Holder)
+            env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **job.env}
+            tickets.append(_Actor(make.remote(job.kept("--stdin", python=self._python), env, os.getcwd()), place))
+        return tickets
+
+    def _refuse_what_never_fits(self, bundle: Mapping[str, float]) -> None:
+        """Ray would let it wait for ever."""
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if not any(all(node.get(name, 0) >= n for name, n in bundle.items()) for node in nodes):
+            raise LaunchFailed(f"no node of the Ray cluster has {dict(bundle)}; its nodes have {nodes}")
+
+    def close(self) -> None:
+        super().close()
+        if self._is_ours and ray.is_initialized():
+            ray.shutdown()
+
+
+class RayRollouts(LocalRollouts):
+    """See `rollbook.learner.rollouts.Rollouts`: servers are held by Ray actors, agents run beside the learner."""
+
+    def launcher_of(self, config: Any) -> RayLauncher:
+        scheduler: SchedulerConfig = config.scheduler
+        return RayLauncher(address=scheduler.address, python=scheduler.python, max_restarts=scheduler.max_restarts)
+
+    def host_of(self, config: Any) -> str:
+        return config.scheduler.host or "{node}"

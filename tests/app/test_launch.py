@@ -1,0 +1,28 @@
+"""Programs on this machine: the launchers' contract, and that nothing outlives a killed parent."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from app.launcher_contract import PROGRAM, LauncherContract, command_lines, is_alive, until
+from rollbook.app.launch import Supervisor
+from rollbook.app.launch_local import LocalLauncher
+
+
+class TestLocal(LauncherContract):
+    def make(self, *, max_restarts: int = 2) -> Supervisor:
+        return LocalLauncher(max_restarts=max_restarts)
+
+
+def test_no_program_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, PROGRAM, "parent", str(tmp_path / "log")], env=environment)
+    until((tmp_path / "child").exists)
+    child = int((tmp_path / "child").read_text())
+    assert is_alive(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    until(lambda: not is_alive(child))
+    until(lambda: not any(str(tmp_path) in line for line in command_lines()))
