@@ -338,7 +338,10 @@ def test_a_book_of_a_newer_format_is_refused_with_one_sentence(
         (["algorithm=nowhere.Mine"], "algorithm 'nowhere.Mine' cannot be imported: No module named 'nowhere'"),
         (["algorithm=ppo"], "algorithm 'ppo' needs a value model; set critic.path"),
         (["actor.kl_ctl=0.1"], "asks for a reference model; set ref.path"),
-        (["scheduler.type=kubernetes"], "scheduler.type is 'kubernetes', but the installed schedulers are: local, ray, slurm"),
+        (
+            ["scheduler.type=kubernetes"],
+            "scheduler.type is 'kubernetes', but the installed schedulers are: local, ray, slurm",
+        ),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_sentence_and_nothing_is_made(

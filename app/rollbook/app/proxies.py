@@ -84,6 +84,7 @@ class Proxies:
         self._lost: dict[str, tuple[_Slot, str]] = {}  # the same, of sessions that their proxy left behind
         self._groups: OrderedDict[str, _Slot] = OrderedDict()
         self._looking = anyio.Lock()
+        self._old: list[ProxyClient] = []
 
     async def __aenter__(self) -> Self:
         await self._look()
@@ -97,9 +98,8 @@ class Proxies:
     ) -> None:
         self._tasks.cancel_scope.cancel()
         await self._tasks.__aexit__(None, None, None)
-        for slot in self._slots:
-            if slot.client is not None:
-                await slot.client.aclose()
+        for client in [*self._old, *(slot.client for slot in self._slots if slot.client is not None)]:
+            await client.aclose()
 
     # -- who is there
 
@@ -130,12 +130,15 @@ class Proxies:
         await self._lose(slot, "its proxy was taken away")
         self._slots.remove(slot)
         if slot.client is not None:
-            await slot.client.aclose()
+            self._old.append(slot.client)
+
+    def _up(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.client is not None and slot.program.is_up]
 
     def _any(self) -> ProxyClient:
-        for slot in self._slots:
-            if slot.client is not None:
-                return slot.client
+        for slot in self._up():
+            assert slot.client is not None
+            return slot.client
         raise Unreachable("no proxy of this run is up now", retry_after_s=1)
 
     async def _keep_looking(self) -> None:
@@ -164,14 +167,13 @@ class Proxies:
                 return  # it died again; the next look sees what became of it
             slot.client, slot.n_starts, slot.away_since = client, slot.program.n_starts, None
             if before is not None:
-                await before.aclose()
+                self._old.append(before)  # somebody may wait for an answer of it still
         elif not slot.program.is_up:
             slot.away_since = slot.away_since or time.monotonic()
             if slot.sessions and (time.monotonic() - slot.away_since > self._back_s or self._is_gone(slot)):
                 await self._lose(slot, "its proxy is gone")
         elif self._policy is not None and slot.version != self._policy[1] and slot.client is not None:
-            await slot.client.load_weights(*self._policy)
-            slot.version = self._policy[1]
+            await self._load(slot, *self._policy)
 
     def _is_gone(self, slot: _Slot) -> bool:
         try:
@@ -195,7 +197,7 @@ class Proxies:
 
     def _choose(self, task_id: str, group_id: str | None) -> _Slot:
         """Raises Unreachable while none is up, LaunchFailed when none will be."""
-        up = [s for s in self._slots if s.client is not None and s.program.is_up and not s.is_leaving]
+        up = [slot for slot in self._up() if not slot.is_leaving]
         if not up:
             gone = [slot for slot in self._slots if self._is_gone(slot)]
             if len(gone) == len(self._slots) and gone:
@@ -292,18 +294,21 @@ class Proxies:
     async def _end_lost(self, slot: _Slot, session_id: str, state: str, reason: str | None) -> NoReturn:
         """Say in the book that it is lost, unless its end got there before its proxy went. Raises SessionLost."""
         why = f"its proxy went before the episode was known to be {state}" + (f" ({reason})" if reason else "")
+        lost = SessionLost(f"the proxy of session {session_id} is gone")
         while True:
-            try:
-                there = slot.client if slot.client is not None and slot.program.is_up else self._any()
-                await there.end_session(None, session_id=session_id, state="lost", reason=why)
-                break
-            except NotFound:
-                break  # it was not yet open when its proxy went
-            except Unreachable:
-                if all(self._is_gone(one) for one in self._slots):
-                    raise
-                await anyio.sleep(_LOOK_S)
-        raise SessionLost(f"the proxy of session {session_id} is gone")
+            # Its own first, which may be back with the session still open; it may also seem up, and be cut off.
+            for there in sorted(self._up(), key=lambda one: one is not slot):
+                assert there.client is not None
+                try:
+                    await there.client.end_session(None, session_id=session_id, state="lost", reason=why)
+                    raise lost
+                except NotFound:
+                    raise lost from None  # it was not yet open when its proxy went
+                except Unreachable:
+                    continue
+            if all(self._is_gone(one) for one in self._slots):
+                raise lost
+            await anyio.sleep(_LOOK_S)
 
     # -- what a learner asks
 
@@ -317,12 +322,23 @@ class Proxies:
         return version
 
     async def _load(self, slot: _Slot, path: str, version: int) -> None:
-        assert slot.client is not None
-        try:
-            await slot.client.load_weights(path, version)
-            slot.version = version
-        except Unreachable:
-            pass  # `_look_at` gives it the policy when it is there again
+        """Give a proxy the policy, however long that takes, unless it is lost meanwhile."""
+        client = slot.client
+        assert client is not None
+
+        async def give_up() -> None:
+            while slot.program.is_up and not slot.is_leaving:
+                await anyio.sleep(_LOOK_S)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(give_up)
+            try:
+                await client.load_weights(path, version)
+                slot.version = version
+            except Unreachable:
+                pass  # `_look_at` gives it the policy when it is there again
+            group.cancel_scope.cancel()
 
     async def version(self) -> int:
         """The version that all have which are up."""
