@@ -327,7 +327,7 @@ class Proxies:
         assert client is not None
 
         async def give_up() -> None:
-            while slot.program.is_up and not slot.is_leaving:
+            while slot.program.is_up and not slot.is_leaving:  # noqa: ASYNC110 - a program has no event for it
                 await anyio.sleep(_LOOK_S)
             group.cancel_scope.cancel()
 
