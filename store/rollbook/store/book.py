@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
-from .directory import DirectoryLog
+from .directory import DirectoryLog, read_manifest
 from .errors import BadSelection, BookBusy
 from .events import Event, Float32s, Int32s, Messages, RewardGiven, decode_messages
 from .log import Log
@@ -373,13 +373,22 @@ def _by_target(table: pa.Table) -> dict[tuple[str, str | None], list[dict[str, A
     return rows
 
 
+def open_log(path: str | os.PathLike[str], writer: str | None = None) -> Log:
+    """The log of the book at a path: its own folder, or the lake that its book.json names. Raises as `open_book`."""
+    if (Path(path) / "book.json").exists() and "lake" in read_manifest(Path(path)):
+        from .lake import LakeLog
+
+        return LakeLog(path, writer)
+    return DirectoryLog(path, writer)
+
+
 def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
     """Open the book at a path; with a writer name, to append to it too, creating it where there is none.
 
     The tables are those of BOOK/views.duckdb if no other process owns them, else a private copy in memory. Raises
     BookNotFound, BookTooNew, BookBusy (another process appends under that name), LogCorrupt.
     """
-    log = DirectoryLog(path, writer)
+    log = open_log(path, writer)
     try:
         try:
             views = Views(log, Path(path) / "views.duckdb")

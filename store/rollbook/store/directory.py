@@ -37,7 +37,7 @@ import pyarrow as pa
 
 from . import frames
 from ._version import __version__
-from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed
+from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
 from .events import SCHEMA, Event, check, to_batch
 from .log import START, Cursor, Frame, advance
 from .sealing import SealingStopped, seal, sync_folder
@@ -45,6 +45,8 @@ from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
 
 FORMAT = 1
 """Of the directory. A reader refuses a newer one by name."""
+LAKE_FORMAT = 2
+"""Of a book.json that names a lake instead; see `lake`."""
 
 _log = logging.getLogger("rollbook.store")
 _WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -72,10 +74,16 @@ class Repair:
 
 
 def check_book(path: Path) -> None:
-    """Raise BookNotFound or BookTooNew unless `path` holds a book that this version reads."""
+    """Raise BookNotFound or BookTooNew unless `path` holds a book whose log is this folder."""
+    if "lake" in read_manifest(path):
+        raise StoreError(f"the events of {path} are in a lake, not in this folder; open it with open_book")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A book's book.json. Raises BookNotFound, BookTooNew, LogCorrupt."""
     manifest = path / "book.json"
     try:
-        data = json.loads(manifest.read_bytes())
+        data: dict[str, Any] = json.loads(manifest.read_bytes())
         found, by = int(data["format"]), str(data.get("created_by", "an unknown version"))
     except (FileNotFoundError, NotADirectoryError):
         raise BookNotFound(
@@ -83,22 +91,26 @@ def check_book(path: Path) -> None:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(f'{manifest} is not a manifest ({error}); restore it: {{"format": {FORMAT}}}') from error
-    if found > FORMAT:
+    if found > LAKE_FORMAT:
         raise BookTooNew(
             f"{path} has format {found}, written by {by}; this is rollbook {__version__}, which reads up to format "
-            f"{FORMAT}: upgrade rollbook to open it"
+            f"{LAKE_FORMAT}: upgrade rollbook to open it"
         )
+    return data
 
 
 def create_book(path: Path) -> None:
     """Make `path` a book unless it is one. Safe when several processes do it at once."""
+    if not (path / "book.json").exists():
+        write_manifest(path, {"format": FORMAT})
+
+
+def write_manifest(path: Path, data: dict[str, Any]) -> None:
+    """Give the folder `path`, created where there is none, its book.json unless it has one."""
     manifest = path / "book.json"
-    if manifest.exists():
-        return
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    data = json.dumps({"format": FORMAT, "created_by": f"rollbook {__version__}"}).encode()
     scratch = path / f".book.json.{os.getpid()}.{threading.get_ident()}"
-    scratch.write_bytes(data + b"\n")
+    scratch.write_bytes(json.dumps({**data, "created_by": f"rollbook {__version__}"}).encode() + b"\n")
     with open(scratch, "rb") as file:
         os.fsync(file.fileno())
     with contextlib.suppress(FileExistsError):

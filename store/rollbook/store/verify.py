@@ -6,6 +6,7 @@ interaction, prompt_length = shared + its prompt tokens, and shared is within it
 edge is `extends`). Pruned interactions have lost their tokens, not their lengths (see `prune`).
 """
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from .directory import check_book
+from .directory import read_manifest
 from .errors import BadEvent, LogCorrupt
 from .events import InteractionRecorded, decode_fact
 from .frames import id_keys
@@ -71,15 +72,46 @@ class Report:
 def verify(path: str | os.PathLike[str]) -> Report:
     """Check a whole book. Raises BookNotFound and BookTooNew; everything else that is wrong is in the report."""
     report = Report(Path(path))
-    check_book(report.path)
     nodes = _Nodes()
-    folders = [report.path / "log", report.path / "sealed"]
-    for writer in sorted({p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}):
-        _verify_writer(report, writer, nodes)
+    if "lake" in read_manifest(report.path):
+        _verify_lake(report, nodes)
+    else:
+        folders = [report.path / "log", report.path / "sealed"]
+        for writer in sorted({p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}):
+            _verify_writer(report, writer, nodes)
     report.n_interactions = len(nodes)
     report.n_pruned = nodes.n_pruned
     report.problems += nodes.problems()
     return report
+
+
+def _verify_lake(report: Report, nodes: "_Nodes") -> None:
+    """A lake's events, one writer after the other. Its checksums are those of the Parquet pages."""
+    from .lake import LakeLog
+
+    with contextlib.closing(LakeLog(report.path)) as log:
+        about = WriterReport("")
+        keys: dict[str, list[npt.NDArray[np.uint64]]] = {}
+        try:
+            for batch in log.read():
+                writer = batch.column("writer")[0].as_py()
+                if writer != about.writer:
+                    about = WriterReport(writer)
+                    report.writers.append(about)
+                wrong = _wrong_envelope(batch, writer, about.n_events)
+                if wrong:
+                    report.problems.append(f"the lake: {wrong}")
+                keys.setdefault(writer, []).append(id_keys(batch.column("event_id")))
+                report.problems += nodes.add(batch)
+                about.n_events += batch.num_rows
+        except LogCorrupt as error:
+            report.problems.append(str(error))
+        for writer, found in keys.items():
+            n_twice = sum(map(len, found)) - len(np.unique(np.concatenate(found)))
+            if n_twice:
+                report.problems.append(f"the lake: {n_twice} events of writer {writer!r} are there twice")
+        files = log.files()
+    report.notes.append(f"a lake of {len(files)} files, {sum(size for _, size in files) / 1e6:.1f} MB")
 
 
 def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:

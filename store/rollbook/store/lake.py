@@ -1,0 +1,627 @@
+"""The log as a DuckLake: events as Parquet files in a folder that all machines share, listed in a PostgreSQL catalogue.
+
+    BOOK/book.json     {"format": 2, "lake": {"catalogue": "host=db dbname=rollbook", "data": "/shared/rollbook"}}
+    BOOK/views.duckdb  this machine's own tables, as beside any other log
+
+Each machine has a BOOK folder of its own that names the same lake; any DuckDB reads the lake's table `events` too:
+
+    attach 'ducklake:postgres:host=db dbname=rollbook' as lake; select kind, count(*) from lake.events group by kind
+
+A commit is one Parquet file, written and synced by us, then made part of the lake by one transaction of the catalogue:
+tens of milliseconds, so what waits shares one. DuckDB does not sync the files it writes itself, hence not `insert`.
+A catalogue that is out of reach is asked again for `patience_s`; whether a commit whose answer was lost took place is
+looked up, so nothing is written twice. A writer's name is held by an advisory lock of the catalogue.
+
+Many small files are what group commit leaves behind: `compact` has DuckLake merge them.
+Needs the extra `lake`: the extension exists for DuckDB 1.5.5 only, so this is an environment of its own.
+"""
+
+import asyncio
+import contextlib
+import glob
+import importlib.util
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .directory import _WRITER_NAME, LAKE_FORMAT, read_manifest, write_manifest
+from .errors import BadEvent, BookBusy, BookNotFound, LogClosed, LogCorrupt, LogWriteFailed, StoreError
+from .events import SCHEMA, Event, check, to_batch
+from .log import START, Cursor, Frame, advance
+from .sealing import sync_folder
+
+_log = logging.getLogger("rollbook.store")
+_COMMIT_EVENTS = 4096
+_BLOCK = 512  # positions that `frame` and `gather` read at once
+_READ_ROWS = 4096  # events of a batch that `read` gives
+_CACHED_BYTES = 256 << 20  # of blocks
+_RECENT_IDS = 200_000  # event ids of this writer that are kept in memory
+_POLL_S = (0.02, 0.2)  # followers ask for news between these, less often the longer nothing comes
+_RETRY_S = (0.05, 2.0)  # between attempts to commit
+_EXTENSIONS = ("postgres_scanner", "ducklake")
+
+_CREATE = """create table if not exists lake.events (
+    position bigint not null, event_id blob not null, writer varchar not null, kind varchar not null,
+    schema_version smallint not null, run_id varchar not null, episode_id varchar, interaction_id varchar,
+    recorded_at timestamptz not null, payload varchar not null, messages varchar, prompt_ids integer[],
+    output_ids integer[], logprobs float[], versions integer[], entropies float[])"""
+
+
+@dataclass(frozen=True)
+class Lake:
+    """Where a lake is.
+
+    catalogue: a libpq connection string; passwords belong in PGPASSWORD or ~/.pgpass, not here.
+    data: a folder by the same path on every machine.
+    """
+
+    catalogue: str
+    data: str
+
+
+def create_lake_book(path: str | os.PathLike[str], catalogue: str, data: str | os.PathLike[str]) -> None:
+    """Make the folder `path` a book whose log is this lake; the lake is created where there is none.
+
+    Raises StoreError if the lake cannot be reached, the extra is missing, or `path` is another book already.
+    """
+    folder = Path(path)
+    lake = Lake(catalogue, str(Path(data).absolute()))
+    if (folder / "book.json").exists():
+        found = lake_of(folder)
+        if found != lake:
+            raise StoreError(f"{folder} is a book of {found or 'its own folder'} already; give another path")
+    Path(lake.data).mkdir(parents=True, exist_ok=True)
+    connect(lake, may_create=True).close()
+    write_manifest(folder, {"format": LAKE_FORMAT, "lake": {"catalogue": lake.catalogue, "data": lake.data}})
+
+
+def lake_of(path: Path) -> Lake | None:
+    """The lake that a book's folder names; None for a book that is its own folder. Raises BookNotFound, BookTooNew."""
+    data = read_manifest(path).get("lake")
+    if data is None:
+        return None
+    try:
+        return Lake(str(data["catalogue"]), str(data["data"]))
+    except (KeyError, TypeError) as error:
+        raise LogCorrupt(
+            f'{path / "book.json"} names no lake ({error!r}); write "lake": {{"catalogue": ..., "data": ...}}'
+        ) from error
+
+
+def connect(lake: Lake, *, may_create: bool = False) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with the lake attached as `lake`. Raises StoreError."""
+    con = duckdb.connect()
+    try:
+        for name in _EXTENSIONS:
+            con.execute(f"load '{_extension(name)}'")
+        con.execute("set TimeZone = 'UTC'")
+        con.execute("set python_enable_replacements = false")
+        options = f"data_path {_quoted(lake.data)}, data_inlining_row_limit 0" + (
+            "" if may_create else ", create_if_not_exists false"
+        )
+        con.execute(f"attach {_quoted('ducklake:postgres:' + lake.catalogue)} as lake ({options})")
+        if may_create:
+            con.execute(_CREATE)
+    except duckdb.Error as error:
+        con.close()
+        raise StoreError(
+            f"cannot attach the lake at {lake.catalogue!r} with its data in {lake.data}: {_first_line(error)}; "
+            "check that the catalogue answers and that the lake has been created"
+        ) from error
+    return con
+
+
+def _extension(name: str) -> str:
+    """The file of an extension: of the wheel that carries it, else what DuckDB itself has installed."""
+    spec = importlib.util.find_spec(f"duckdb_extension_{name}")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        for found in glob.glob(f"{folder}/**/v{duckdb.__version__}/{name}.duckdb_extension", recursive=True):
+            return found
+        raise StoreError(
+            f"duckdb is {duckdb.__version__}, and the wheel of its extension {name} is for another version; "
+            "install rollbook[lake] into an environment of its own"
+        )
+    return name
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    events: tuple[Event, ...]
+    future: "asyncio.Future[list[int]] | Future[list[int]]"
+    loop: asyncio.AbstractEventLoop | None  # None: the future belongs to a thread
+    positions: list[int] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def answer(self) -> None:
+        if self.loop is None:
+            self._resolve()
+            return
+        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
+            self.loop.call_soon_threadsafe(self._resolve)
+
+    def _resolve(self) -> None:
+        if self.future.done():  # its caller was cancelled; the events stay
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.positions)
+
+
+class LakeLog:
+    """See `log.Log`. With a writer name it appends under that name, alone; without one it only reads.
+
+    patience_s: how long an append goes on trying to reach a catalogue that does not answer before the log stops.
+
+    Raises BookNotFound, BookTooNew, BookBusy (a live process holds the writer's name), StoreError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], writer: str | None = None, *, patience_s: float = 60.0) -> None:
+        self.path = Path(path)
+        lake = lake_of(self.path)
+        if lake is None:
+            raise BookNotFound(f"{self.path} is a book of its own folder, not of a lake; open it with open_book")
+        if writer is not None and not _WRITER_NAME.fullmatch(writer):
+            raise ValueError(f"a writer name is 1 to 100 letters, digits, dots, dashes and underscores, got {writer!r}")
+        self._lake = lake
+        self._writer = writer
+        self._patience_s = patience_s
+        self._con: duckdb.DuckDBPyConnection | None = connect(lake)
+        self._n_cursors = 0
+        self._reading = threading.RLock()  # around the five around here
+        self._blocks: OrderedDict[tuple[str, int], pa.RecordBatch] = OrderedDict()
+        self._blocks_bytes = 0
+        self._known: tuple[int, dict[str, int]] = (-1, {})  # a snapshot, and where each writer ended in it
+        self._accepting = threading.Lock()
+        self._failure: str | None = None
+        self._is_closed = False
+        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if writer is not None:
+            try:
+                self._name = _Name(lake, writer)
+                with self._cursor() as con:
+                    self._next, self._newest = self._ask_own(con)
+            except BaseException:
+                self._con.close()
+                raise
+            self._recent: OrderedDict[bytes, int] = OrderedDict()
+            self._thread = threading.Thread(target=self._write_loop, name=f"rollbook-lake-{writer}", daemon=True)
+            self._thread.start()
+
+    # ---- append
+
+    @property
+    def writer(self) -> str | None:
+        return self._writer
+
+    async def append(self, *events: Event) -> list[int]:
+        if not events:
+            return []
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[int]] = loop.create_future()
+        self._submit(_Request(events, future, loop))
+        return await future
+
+    def append_blocking(self, *events: Event) -> list[int]:
+        if not events:
+            return []
+        future: Future[list[int]] = Future()
+        self._submit(_Request(events, future, None))
+        return future.result()
+
+    def _submit(self, request: _Request) -> None:
+        for event in request.events:
+            check(event)
+        with self._accepting:
+            if self._failure is not None:
+                raise LogClosed(
+                    f"the log of writer {self._writer!r} stopped after a failed write ({self._failure}); "
+                    "see to the lake, then open the book again"
+                )
+            if self._is_closed or self._thread is None:
+                raise LogClosed(
+                    f"{self.path} was opened without a writer; open it with a writer name to append"
+                    if self._writer is None
+                    else f"log of writer {self._writer!r} is closed; open the book again to append"
+                )
+            self._queue.put(request)
+
+    def _write_loop(self) -> None:
+        """The writer's thread: take what is waiting, commit it, answer. Ends on None or after a failure."""
+        with self._cursor() as con:
+            is_open = True
+            while is_open:
+                requests: list[_Request] = []
+                n_events = 0
+                item = self._queue.get()
+                while True:
+                    if item is None:
+                        is_open = False
+                        break
+                    requests.append(item)
+                    n_events += len(item.events)
+                    if n_events >= _COMMIT_EVENTS:
+                        break
+                    try:
+                        item = self._queue.get_nowait()
+                    except queue.Empty:
+                        break
+                try:
+                    self._commit(con, requests)
+                except Exception as error:  # whatever it is, nobody may wait for ever, and no more may be promised
+                    self._stop(requests, error)
+                    is_open = False
+                for request in requests:
+                    request.answer()
+
+    def _commit(self, con: duckdb.DuckDBPyConnection, requests: list[_Request]) -> None:
+        """One file and one transaction for all of these; a request that cannot be stored is refused alone."""
+        batches: list[pa.RecordBatch] = []
+        taken: dict[bytes, int] = {}
+        first = self._next
+        for request in requests:
+            fresh: dict[bytes, Event] = {}
+            own: dict[bytes, int] = {}
+            request.positions = []
+            for event in request.events:
+                position = self._find(con, event.event_id)
+                if position is None:
+                    position = taken.get(event.event_id, own.get(event.event_id))
+                if position is None:
+                    position = own[event.event_id] = first + len(taken) + len(fresh)
+                    fresh[event.event_id] = event
+                request.positions.append(position)
+            if not fresh:
+                continue
+            try:
+                batch = to_batch(list(fresh.values()), writer=self._writer or "", first_position=first + len(taken))
+            except BadEvent as error:
+                request.error = error
+                continue
+            batches.append(batch)
+            taken.update(own)
+        if not batches:
+            return
+        self._publish(con, pa.Table.from_batches(batches, SCHEMA), first)
+        self._next = first + len(taken)
+        self._recent.update(taken)
+        while len(self._recent) > _RECENT_IDS:
+            self._newest = max(self._newest, self._recent.popitem(last=False)[0])
+
+    def _find(self, con: duckdb.DuckDBPyConnection, event_id: bytes) -> int | None:
+        position = self._recent.get(event_id)
+        # Ids begin with the time: a new one lies above all that are no longer in memory.
+        if position is not None or event_id > self._newest:
+            return position
+        found = con.execute(
+            "select position from lake.events where writer = ? and event_id = ?", [self._writer, event_id]
+        ).fetchone()
+        return None if found is None else int(found[0])
+
+    def _publish(self, con: duckdb.DuckDBPyConnection, table: pa.Table, first: int) -> None:
+        folder = Path(self._lake.data) / "events"
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+        path = folder / f"{self._writer}-{first:020d}-{uuid.uuid4().hex[:8]}.parquet"
+        pq.write_table(
+            table,
+            path,
+            compression="zstd",
+            row_group_size=table.num_rows,
+            use_dictionary=["writer", "kind", "run_id", "episode_id"],
+            write_statistics=["position", "writer", "recorded_at", "kind"],
+            write_page_checksum=True,
+        )
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        sync_folder(folder)
+        began = time.monotonic()
+        wait_s = _RETRY_S[0]
+        while True:
+            try:
+                with self._name.turn():
+                    con.execute(f"call ducklake_add_data_files('lake', 'events', {_quoted(str(path))})")
+                return
+            except (duckdb.Error, OSError) as error:
+                if time.monotonic() - began > self._patience_s:
+                    raise  # the file stays: the catalogue may have it; if not, DuckLake removes orphans
+                if wait_s == _RETRY_S[0]:
+                    _log.warning("the lake's catalogue did not take %s, trying on: %s", path.name, _first_line(error))
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 2, _RETRY_S[1])
+            with contextlib.suppress(duckdb.Error):
+                con.execute("rollback")
+            try:
+                if self._is_published(con, table, first):
+                    return
+            except duckdb.Error:
+                continue
+
+    def _is_published(self, con: duckdb.DuckDBPyConnection, table: pa.Table, first: int) -> bool:
+        """A transaction whose answer was lost may have been committed. Raises BookBusy if somebody else's was."""
+        found = con.execute(
+            "select event_id from lake.events where writer = ? and position = ?", [self._writer, first]
+        ).fetchone()
+        if found is None:
+            return False
+        if bytes(found[0]) != table["event_id"][0].as_py():
+            raise BookBusy(
+                f"another process has appended as {self._writer!r} while the catalogue was out of reach; "
+                "open the book again under another writer name"
+            )
+        return True
+
+    def _ask_own(self, con: duckdb.DuckDBPyConnection) -> tuple[int, bytes]:
+        """This writer's next position and highest event id, as the catalogue has them."""
+        found = con.execute(
+            "select coalesce(max(position) + 1, 0), coalesce(max(event_id), ''::blob) from lake.events "
+            "where writer = ?",
+            [self._writer],
+        ).fetchone()
+        assert found is not None
+        return int(found[0]), bytes(found[1])
+
+    def _stop(self, requests: list[_Request], error: Exception) -> None:
+        what = _first_line(error)
+        message = (
+            f"could not write to the lake of {self.path}: {what}; nothing of this append is acknowledged and the log "
+            "takes no more: see to the catalogue and the shared folder, then open the book again and append the same "
+            "events again"
+        )
+        with self._accepting:
+            self._failure = what
+            while True:
+                try:
+                    waiting = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+                if waiting is not None:
+                    requests.append(waiting)
+        for request in requests:
+            request.error = LogWriteFailed(message)
+            request.error.__cause__ = error
+        _log.error("%s", message)
+
+    # ---- read
+
+    @contextlib.contextmanager
+    def _cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        """A connection for one task. A closed log has given its own back, and reading from it goes on to work."""
+        with self._reading:
+            con = connect(self._lake) if self._con is None else self._con.cursor()
+            self._n_cursors += 1
+        try:
+            yield con
+        finally:
+            con.close()
+            with self._reading:
+                self._n_cursors -= 1
+                self._close_when_idle()
+
+    def _close_when_idle(self) -> None:
+        if self._is_closed and not self._n_cursors and self._con is not None:
+            self._con.close()
+            self._con = None
+
+    def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
+        with self._cursor() as con:
+            for writer, end in sorted(self._ends(con).items()):
+                for at in range(cursor.get(writer, 0), end, _READ_ROWS):
+                    yield from self._range(con, writer, at, min(at + _READ_ROWS, end))
+
+    def _ends(self, con: duckdb.DuckDBPyConnection) -> dict[str, int]:
+        """Where each writer ends now. Only the files that were added since the last look are looked at."""
+        found = con.execute("select id from ducklake_current_snapshot('lake')").fetchone()
+        assert found is not None
+        snapshot = int(found[0])
+        with self._reading:
+            seen, ends = self._known
+        if snapshot == seen:
+            return ends
+        query = "select writer, max(position) + 1 from {} group by writer"
+        since = f"ducklake_table_insertions('lake', 'main', 'events', {seen + 1}, {snapshot})"
+        try:
+            new = con.execute(query.format(since if seen >= 0 else "lake.events")).fetchall()
+        except duckdb.Error:  # that snapshot has expired
+            new = con.execute(query.format("lake.events")).fetchall()
+        ends = {**ends, **{writer: max(end, ends.get(writer, 0)) for writer, end in new}}
+        with self._reading:
+            if snapshot > self._known[0]:
+                self._known = snapshot, ends
+        return ends
+
+    def _range(
+        self, con: duckdb.DuckDBPyConnection, writer: str, first: int, end: int, columns: Sequence[str] | None = None
+    ) -> list[pa.RecordBatch]:
+        names = SCHEMA.names if columns is None else [n for n in SCHEMA.names if n in {*columns, "writer", "position"}]
+        schema = pa.schema([SCHEMA.field(n) for n in names])
+        table = con.sql(
+            f"select {', '.join(names)} from lake.events "
+            "where writer = ? and position >= ? and position < ? order by position",
+            params=[writer, first, end],
+        ).to_arrow_table()
+        if table.num_rows != end - first:
+            raise LogCorrupt(
+                f"the lake has {table.num_rows} events of writer {writer!r} at positions {first} to {end - 1}, not "
+                f"{end - first}; look for files that were removed from {self._lake.data}"
+            )
+        return table.cast(schema).combine_chunks().to_batches()
+
+    async def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
+        wait_s = _POLL_S[0]
+        while True:
+            is_last = self._is_closed
+            batches = self.read(cursor)
+            while (batch := await anyio.to_thread.run_sync(next, batches, None)) is not None:
+                wait_s = _POLL_S[0]
+                cursor = advance(cursor, batch)
+                yield batch
+            if is_last:
+                return
+            await anyio.sleep(wait_s)
+            wait_s = min(wait_s * 1.3, _POLL_S[1])
+
+    def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
+        rows: list[pa.RecordBatch] = []
+        for writer, position in pointers:
+            first, batch, _ = self.frame(writer, position)
+            rows.append(batch.slice(position - first, 1))
+        return pa.Table.from_batches(rows, SCHEMA)
+
+    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+        first = position - position % _BLOCK
+        with self._reading:
+            batch = self._blocks.get((writer, first))
+            if batch is None or position >= first + batch.num_rows:
+                batch = self._read_block(writer, first, position)
+            else:
+                self._blocks.move_to_end((writer, first))
+        return Frame(first, batch, batch.nbytes)
+
+    def _read_block(self, writer: str, first: int, position: int) -> pa.RecordBatch:
+        with self._cursor() as con:
+            found = con.execute(
+                "select max(position) + 1 from lake.events where writer = ? and position >= ? and position < ?",
+                [writer, first, first + _BLOCK],
+            ).fetchone()
+            end = found[0] if found is not None else None
+            if position < 0 or end is None or position >= end:
+                raise KeyError(f"no event at position {position} of writer {writer!r}")
+            (batch,) = self._range(con, writer, first, end)
+        old = self._blocks.pop((writer, first), None)
+        self._blocks[writer, first] = batch
+        self._blocks_bytes += batch.nbytes - (0 if old is None else old.nbytes)
+        while self._blocks_bytes > _CACHED_BYTES and len(self._blocks) > 1:
+            self._blocks_bytes -= self._blocks.popitem(last=False)[1].nbytes
+        return batch
+
+    # ---- keep
+
+    def files(self) -> list[tuple[str, int]]:
+        """The Parquet files that hold the events, with their sizes in bytes."""
+        with self._cursor() as con:
+            query = "select data_file, data_file_size_bytes from ducklake_list_files('lake', 'events')"
+            return con.execute(query).fetchall()
+
+    def compact(self, *, keep_s: float = 3600.0) -> int:
+        """Have DuckLake merge small files. Files that no snapshot of the last `keep_s` seconds uses are removed.
+
+        Returns the number of files that hold the events now. Safe while others append and read; a reader slower than
+        `keep_s` must begin again. Raises StoreError.
+        """
+        with self._cursor() as con:
+            try:
+                con.execute("call ducklake_merge_adjacent_files('lake')")
+                files = [Path(name) for name, _ in self.files()]
+                for path in files:  # DuckDB does not: what replaces a synced file must be synced itself
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+                for folder in {path.parent for path in files}:
+                    sync_folder(folder)
+                older = f"older_than => now() - interval '{keep_s} seconds'"
+                con.execute(f"call ducklake_expire_snapshots('lake', {older})")
+                con.execute(f"call ducklake_cleanup_old_files('lake', {older})")
+            except (duckdb.Error, OSError) as error:
+                raise StoreError(f"the lake could not be compacted: {_first_line(error)}; nothing is lost") from error
+        return len(files)
+
+    # ---- close
+
+    def close(self) -> None:
+        with self._accepting:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+            self._name.close()
+        with self._reading:
+            self._blocks.clear()
+            self._blocks_bytes = 0
+            self._close_when_idle()
+
+
+class _Name:
+    """A writer's name, held while a connection to the catalogue lives."""
+
+    def __init__(self, lake: Lake, writer: str) -> None:
+        try:
+            import psycopg
+        except ImportError as error:
+            raise StoreError(f"appending to a lake needs psycopg ({error}); install rollbook[lake]") from error
+        self._psycopg = psycopg
+        self._lake = lake
+        self._writer = writer
+        self._connection: Any = None
+        try:
+            self._take()
+        except psycopg.Error as error:
+            raise StoreError(f"the catalogue at {lake.catalogue!r} does not answer: {_first_line(error)}") from error
+
+    def _take(self) -> None:
+        connection = self._psycopg.connect(
+            self._lake.catalogue, autocommit=True, connect_timeout=10, keepalives_idle=10, keepalives_interval=5,
+            tcp_user_timeout=20_000, options="-c lock_timeout=2s",
+        )  # fmt: skip
+        key = f"rollbook {self._lake.data} {self._writer}"
+        found = connection.execute("select pg_try_advisory_lock(hashtextextended(%s, 0))", [key]).fetchone()
+        if not found[0]:
+            connection.close()
+            raise BookBusy(
+                f"another process appends to the lake at {self._lake.catalogue!r} as {self._writer!r}; give this one "
+                "another writer name, or stop the other"
+            )
+        self._connection = connection
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """This writer's turn to commit: commits that meet are tried again by DuckLake, those that queue are not.
+
+        A writer that keeps the others waiting for long is not waited for. Raises OSError if the catalogue is out of
+        reach, BookBusy if the name has been taken meanwhile.
+        """
+        if self._connection.closed:
+            try:
+                self._take()
+            except self._psycopg.Error as error:
+                raise OSError(f"the catalogue does not answer: {_first_line(error)}") from error
+        key = f"rollbook {self._lake.data} commits"
+        try:
+            with contextlib.suppress(self._psycopg.errors.LockNotAvailable):
+                self._connection.execute("select pg_advisory_lock(hashtextextended(%s, 0))", [key])
+            try:
+                yield
+            finally:
+                self._connection.execute("select pg_advisory_unlock(hashtextextended(%s, 0))", [key])
+        except self._psycopg.Error as error:
+            self._connection.close()
+            raise OSError(f"the catalogue does not answer: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
