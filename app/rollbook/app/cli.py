@@ -239,6 +239,34 @@ def _replay(args: argparse.Namespace) -> None:
     )
 
 
+def _rescore(args: argparse.Namespace) -> None:
+    from rich.progress import Progress
+
+    from .models import prepare_model
+    from .rescore import rescore
+
+    model = prepare_model(args.model)
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("scoring")
+        done = rescore(
+            args.book,
+            model,
+            name=args.name,
+            where=args.where,
+            dtype=args.dtype,
+            device=args.device,
+            max_tokens=args.max_tokens,
+            progress=lambda n, total: bar.update(task, completed=n, total=total),
+        )
+    gap = f"; mean gap to the recorded logprobs {done.mean_gap:.4f} nats per token" if done.n_tokens else ""
+    out.print(
+        f"{done.n_scored} answers of {done.n_tokens} tokens scored as {done.name!r} by weights "
+        f"{done.weights_sha256[:12]}, {done.n_skipped} scored by them before{gap} (view `scores`)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def _view(args: argparse.Namespace) -> None:
     from .web import view_book
 
@@ -503,6 +531,22 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")
     made.add_argument("--run", default="fork", help="the run that the new episodes belong to")
     made.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a proxy setting")
+
+    made = command(
+        "rescore",
+        _rescore,
+        "score stored answers by another checkpoint and write its logprobs beside the recorded ones",
+        "rollbook rescore BOOK --model runs/other/saved/step-00000040 --name later",
+    )
+    book_of(made)
+    made.add_argument("--model", required=True, metavar="CHECKPOINT", help="a model folder, or smollm2-135m, or tiny")
+    made.add_argument("--name", default=None, help="of the scores; by default the folder's")
+    made.add_argument("--where", default=None, metavar="SQL", help="only answers of episodes for which this holds")
+    made.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the computing"
+    )
+    made.add_argument("--device", default="auto", help="auto takes the GPU if there is one")
+    made.add_argument("--max-tokens", type=int, default=32768, metavar="N", help="computed at once")
 
     made = command(
         "view", _view, "show a book in the browser: curves, episodes, tokens, SQL", "rollbook view runs/demo/book"

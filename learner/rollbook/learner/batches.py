@@ -293,6 +293,20 @@ def load_rows(
     return rows.take(np.array(kept, np.int64))
 
 
+def scored(book: Book, rows: Rows, scorer: str) -> Floats:
+    """E: the stored logprobs of rows under that name. Raises NothingToTrain where some have none."""
+    table = book.scores(scorer, rows.interaction_ids)
+    found = dict(zip(table["interaction_id"].to_pylist(), table["logprobs"], strict=True))
+    missing = [i for i in rows.interaction_ids if i not in found]
+    if missing:
+        raise NothingToTrain(
+            f"{len(missing)} of {len(rows)} interactions of the batch have no scores {scorer!r}, {missing[0]} for "
+            f"one; `rollbook rescore BOOK --model REFERENCE --name {scorer}` writes them. Nothing was trained"
+        )
+    parts = [found[i].values.to_numpy(zero_copy_only=False) for i in rows.interaction_ids]
+    return np.concatenate(parts).astype(np.float64) if parts else np.empty(0)
+
+
 def _credits(book: Book, rows: Sequence[str], credit: CreditConfig, episode_ids: Sequence[str]) -> Floats:
     """R: what each interaction gets, NaN where nothing is known."""
     table = book.credits(

@@ -281,6 +281,7 @@ class TrainConfig(Settings):
     rollout: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     actor: ActorConfig = msgspec.field(default_factory=ActorConfig)
     ref: ModelConfig | None = None  # the policy that KL is measured against; null: none
+    ref_scores: str | None = None  # or the name of stored scores (`rollbook rescore`) to measure against: no model
     critic: CriticConfig | None = None  # PPO's value model; null: none
     credit: CreditConfig = msgspec.field(default_factory=CreditConfig)
     selection: SelectionConfig = msgspec.field(default_factory=SelectionConfig)

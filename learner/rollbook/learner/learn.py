@@ -38,10 +38,13 @@ def learn(
     version: int,
     seed: int,
     reference: Backend | None = None,
+    ref_E: Floats | None = None,
     critic: Backend | None = None,
     critic_config: CriticConfig | None = None,
 ) -> Learned:
     """Train a batch. `version` is that of the weights now; `seed` orders the minibatches.
+
+    ref_E: logprobs of the reference, where they are known already; else `reference` computes them.
 
     Raises BadSetting before anything is computed where the book has tokens that the model does not know, and
     PoliciesDisagree before anything is changed where engine and learner are too far apart.
@@ -51,13 +54,15 @@ def learn(
     tries = tries_of(rows, config.mb_spec, actor)
     mask_E = trained_mask(rows, config, version)
     now_E, entropy_E = np.zeros(len(mask_E)), np.zeros(len(mask_E))
-    is_scored = len(parts) > 1 or algorithm.needs_scores or bool(config.kl_ctl and reference)
+    is_scored = (
+        len(parts) > 1 or algorithm.needs_scores or bool(config.kl_ctl and (reference is not None or ref_E is not None))
+    )
     if is_scored:
         now_E, entropy_E = actor.score(tries)
         check_gap(now_E, rows, mask_E, config, version)
     scores = Scores(
         now_E=now_E if is_scored else None,
-        ref_E=None if reference is None else reference.score(tries)[0],
+        ref_E=ref_E if reference is None else reference.score(tries)[0],
         values_E=None if critic is None else critic.score(tries)[0],
     )
     mask_E = algorithm.mask(rows, mask_E, scores)

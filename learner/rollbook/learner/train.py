@@ -224,6 +224,7 @@ class Run:
             version=batch.step,
             seed=self.config.seed + batch.step,
             reference=self.reference,
+            ref_E=None if (scorer := self.config.ref_scores) is None else batches.scored(self.book, batch.rows, scorer),
             critic=self.critic,
             critic_config=self.config.critic,
         )

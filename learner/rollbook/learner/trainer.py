@@ -76,8 +76,10 @@ class PPOTrainer:
         # The cheap things that can be wrong come before the model is loaded.
         if self.algorithm.needs_critic and config.critic is None:
             raise BadSetting(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
-        if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None:
-            raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path in the config")
+        if config.ref is not None and config.ref_scores is not None:
+            raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
+        if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None and config.ref_scores is None:
+            raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path, or ref_scores")
         n_ranks = ranks_of(config.actor.backend)
         is_shared = config.actor.backend != "single"
         if is_shared:

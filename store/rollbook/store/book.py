@@ -267,6 +267,30 @@ class Book:
         """One row per tool call that a model made, columns in `relations.TOOL_CALLS`. Reads the log."""
         return read_tool_calls(self.log)
 
+    def scores(self, scorer: str, interaction_ids: Sequence[str] | None = None) -> pa.Table:
+        """What somebody's weights thought of answers: interaction_id, version, logprobs and entropies of the output.
+
+        One row per interaction, of several scorings the last; interaction_ids None: all that were scored. See
+        `rollbook rescore` and the view `scores`.
+        """
+        only, tables = "", {}
+        if interaction_ids is not None:
+            only = "and interaction_id in (select id from _wanted)"
+            tables = {"_wanted": pa.table({"id": pa.array(list(interaction_ids), pa.string())})}
+        rows = self.sql(
+            f"select interaction_id, version, writer, position from scored where scorer = $scorer {only} "
+            "qualify row_number() over (partition by interaction_id order by scored_at desc, event_id desc) = 1 "
+            "order by interaction_id",
+            {"scorer": scorer},
+            **tables,
+        )
+        stored = self.log.gather(list(zip(rows["writer"].to_pylist(), rows["position"].to_pylist(), strict=True)))
+        found = rows.select(["interaction_id", "version"])
+        for name in ("logprobs", "entropies"):
+            column = stored[name] if rows.num_rows else pa.nulls(0, pa.list_(pa.float32()))
+            found = found.append_column(name, column)
+        return found
+
     def nodes(self, interaction_ids: Iterable[str]) -> Nodes:
         """The trees of these interactions, ready to be packed; see `stream.Nodes`."""
         rows = self.sql(

@@ -1,0 +1,147 @@
+"""Stored answers under other weights: the numbers of a plain forward pass, written once, and good to train against."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.echo import EchoRollouts, echo_config, echo_tasks
+from learner.tiny import tiny_folder
+from rollbook.app.cli import main
+from rollbook.app.rescore import rescore, weights_sha256
+from rollbook.learner import PPOTrainer
+from rollbook.learner.config import ModelConfig
+from rollbook.learner.errors import NothingToTrain
+from rollbook.store import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, QueryRefused, open_book
+
+PROMPT, FIRST, MORE, SECOND = [1, 2, 3], [4, 5], [6], [7, 8, 9]
+
+
+@pytest.fixture
+def book_path(tmp_path: Path) -> Path:
+    """One episode of two turns, the first drawn at temperature .5, the second with the model's own logprobs."""
+
+    def turn(name: str, prompt: list[int], output: list[int], at: int, **fact: Any) -> Event:
+        return Event(
+            run_id="r",
+            episode_id="e",
+            interaction_id=name,
+            recorded_at=at,
+            fact=InteractionRecorded(**fact),
+            prompt_ids=np.array(prompt, np.int32),
+            output_ids=np.array(output, np.int32),
+            logprobs=np.full(len(output), -1.0, np.float32),
+            versions=np.zeros(len(output), np.int32),
+        )
+
+    path = tmp_path / "book"
+    with open_book(path, writer="w") as book:
+        book.log.append_blocking(
+            Event(run_id="r", episode_id="e", fact=EpisodeOpened(task_id="t", group_id="g")),
+            turn("i1", PROMPT, FIRST, 1, prompt_length=3, sampling={"temperature": 0.5}),
+            turn(
+                "i2",
+                MORE,
+                SECOND,
+                2,
+                parent_id="i1",
+                edge="extends",
+                shared=5,
+                prompt_length=6,
+                sampling={"temperature": 0.5},
+                logprobs_mode="raw",
+            ),
+            Event(run_id="r", episode_id="e", fact=EpisodeClosed(state="done")),
+        )
+    return path
+
+
+@torch.no_grad()
+def plain(model: str, prompt: list[int], output: list[int], temperature: float) -> tuple[list[float], list[float]]:
+    """Logprobs and entropies of an output by a forward pass of transformers' own."""
+    auto: Any = AutoModelForCausalLM
+    logits = auto.from_pretrained(model, dtype=torch.float32)(input_ids=torch.tensor([prompt + output])).logits[0]
+    logp = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp[range(len(output)), output].tolist(), entropy.tolist()
+
+
+def test_scores_are_those_of_a_plain_forward_pass_under_each_answers_distribution(
+    tmp_path: Path, book_path: Path
+) -> None:
+    model = tiny_folder(tmp_path / "other", seed=3)
+    done = rescore(book_path, model, dtype="float32")
+    assert (done.name, done.n_scored, done.n_tokens, done.n_skipped) == ("other", 2, 5, 0)
+    with open_book(book_path) as book:
+        table = book.scores("other")
+        wanted = [plain(model, PROMPT, FIRST, 0.5), plain(model, PROMPT + FIRST + MORE, SECOND, 1.0)]
+        assert table["interaction_id"].to_pylist() == ["i1", "i2"]
+        for row, (logprobs, entropies) in zip(table.to_pylist(), wanted, strict=True):
+            assert row["logprobs"] == pytest.approx(logprobs, abs=1e-5)
+            assert row["entropies"] == pytest.approx(entropies, abs=1e-5)
+            assert row["version"] is None
+        rows = book.sql("select * from scores order by interaction_id").to_pylist()
+        assert [row["mean_logprob"] for row in rows] == pytest.approx([np.mean(w[0]) for w in wanted], abs=1e-5)
+        assert [row["mean_gap"] for row in rows] == pytest.approx([np.mean(w[0]) + 1 for w in wanted], abs=1e-5)
+        assert {row["weights_sha256"] for row in rows} == {weights_sha256(Path(model))}
+        assert done.mean_gap == pytest.approx(np.mean(wanted[0][0] + wanted[1][0]) + 1, abs=1e-5)
+        assert book.scores("other", ["i2"])["interaction_id"].to_pylist() == ["i2"]
+        assert book.scores("nobody").num_rows == 0
+
+
+def test_the_same_weights_score_once_and_others_again(tmp_path: Path, book_path: Path) -> None:
+    first, second = (tiny_folder(tmp_path / f"m{seed}", seed=seed) for seed in (1, 2))
+    assert rescore(book_path, first, name="x", where="task_id = 'another'").n_scored == 0
+    assert rescore(book_path, first, name="x").n_scored == 2
+    again = rescore(book_path, first, name="x")
+    assert (again.n_scored, again.n_skipped) == (0, 2)
+    assert rescore(book_path, second, name="x").n_scored == 2
+    with open_book(book_path) as book:
+        assert book.sql("select count(*) as n from scores")["n"].to_pylist() == [4]
+        [last] = book.scores("x", ["i1"])["logprobs"].to_pylist()
+        assert last == pytest.approx(plain(second, PROMPT, FIRST, 0.5)[0], abs=0.05)  # computed in bfloat16
+    with pytest.raises(QueryRefused, match=r"docs/sql\.md"):
+        rescore(book_path, first, where="no_such_column = 1")
+
+
+def test_a_policy_of_the_run_is_known_by_its_version_and_training_takes_scores_as_its_reference(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "model", hidden=32)
+    config = echo_config(tmp_path, model, total_train_epochs=2)
+    with PPOTrainer(config, echo_tasks(10), rollouts=EchoRollouts()) as trainer:
+        trainer.train(workflow="agent")
+    folder = Path(config.book_path) / "policies" / "echo-t" / "v1"
+    rescore(config.book_path, folder, name="then", dtype="float32", where="version = 1")
+    with open_book(config.book_path) as book:
+        scores = book.sql("select version, mean_gap from scores where scorer = 'then'").to_pylist()
+    assert {row["version"] for row in scores} == {1}
+    assert len(scores) == 160
+    assert max(abs(row["mean_gap"]) for row in scores) < 1e-5  # those weights sampled these answers
+
+    def off_policy(trial: str, **more: Any) -> dict[str, float]:
+        again = echo_config(tmp_path, model, trial_name=trial, book=config.book_path, **more)
+        again.scheduler.type = "none"
+        again.selection.runs, again.selection.where = ["echo/t"], "version = 1"
+        again.actor.kl_loss_coef, again.actor.kl_ctl = 0.1, 0.1
+        with PPOTrainer(again) as trainer:
+            trainer.train()
+        metrics: dict[str, float] = json.loads((Path(again.run_path) / "metrics.jsonl").read_text().splitlines()[0])
+        return metrics
+
+    by_model = off_policy("by-model", ref=ModelConfig(path=str(folder), dtype="float32"))
+    by_scores = off_policy("by-scores", ref_scores="then")
+    assert by_model["kl_ref"] != 0
+    for name in by_model.keys() - {"train_s", "tokens_per_s", "waited_s", "time"}:
+        assert by_scores[name] == pytest.approx(by_model[name], rel=1e-4, abs=1e-7), name
+    with pytest.raises(NothingToTrain, match="rollbook rescore BOOK --model REFERENCE --name never"):
+        off_policy("without", ref_scores="never")
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["rescore", str(book_path), "--model", "tiny", "--name", "tiny", "--dtype", "float32"])
+    told = capsys.readouterr().out
+    assert "2 answers of 5 tokens scored as 'tiny'" in told
+    assert "nats per token" in told
