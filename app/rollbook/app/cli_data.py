@@ -13,6 +13,8 @@ from rollbook.store import BadSelection
 from rollbook.store.selection import Selection, selection_from
 
 from .exports import FORMATS, OPTIONS, default_selection, export_book
+from .imports import FORMATS as SOURCES
+from .imports import import_into
 
 Add = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
 
@@ -20,6 +22,7 @@ Add = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.A
 def add_commands(command: Add, out: Console) -> None:
     """Register the commands of this file."""
     _add_export(command, out)
+    _add_import(command, out)
 
 
 def selection_of(args: argparse.Namespace, format: str = "chat") -> Selection:
@@ -104,3 +107,36 @@ def _add_export(command: Add, out: Console) -> None:
     )
     made.add_argument("--pad-id", type=int, default=None, metavar="ID", help=f"the padding token ({takers('pad_id')})")
     made.add_argument("--json", action="store_true", help="say what was written as JSON")
+
+
+def _add_import(command: Add, out: Console) -> None:
+    def import_(args: argparse.Namespace) -> None:
+        from .models import tokenizer_folder
+
+        tokenizer = None if args.tokenizer is None else tokenizer_folder(args.tokenizer)
+        done = import_into(args.book, args.source, format=args.format, run=args.run, tokenizer=tokenizer)
+        if args.json:
+            print(json.dumps(vars(done)))
+            return
+        there = f"; {done.n_there} were there already" if done.n_there else ""
+        out.print(
+            f"{done.n_episodes} episodes with {done.n_interactions} interactions imported from {args.source} "
+            f"({done.format}){there}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for note, n in sorted(done.notes.items()):
+            out.print(f"{n} {note}", highlight=False, soft_wrap=True)
+
+    made = command(
+        "import",
+        import_,
+        "add rollouts recorded elsewhere to a book",
+        "rollbook import runs/my-book results.jsonl --run old",
+    )
+    made.add_argument("book", metavar="BOOK", help="the folder of the book; made if it is not there")
+    made.add_argument("source", metavar="SOURCE", help="a book, or files of AReaL, verifiers or chat JSONL")
+    made.add_argument("--format", choices=list(SOURCES), default="auto", help="what SOURCE is; auto looks at it")
+    made.add_argument("--run", default=None, metavar="RUN", help="the run it becomes; by default the source's own name")
+    made.add_argument("--tokenizer", default=None, metavar="MODEL", help="make tokens of text, for supervised training")
+    made.add_argument("--json", action="store_true", help="say what was imported as JSON")

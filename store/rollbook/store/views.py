@@ -836,6 +836,7 @@ class _Lists:
         return pa.array(np.concatenate(parts)[rows], mask=self.lengths(name, rows) == 0)
 
     def mean(self, name: str, rows: npt.NDArray[np.int64]) -> pa.Array:
-        """The mean of each row's values; null where it has none."""
+        """The mean of each row's values; null where it has none, or does not know them (NaN, of an import)."""
         sums = self.reduce(np.add, name, rows, np.float64)
-        return pc.divide(sums, pa.array(np.maximum(self.lengths(name, rows), 1), pa.float64()))
+        means = pc.divide(sums, pa.array(np.maximum(self.lengths(name, rows), 1), pa.float64()))
+        return pc.if_else(pc.is_nan(means), None, means)

@@ -90,6 +90,8 @@ def export_book(
     beside = target.with_name(target.name + ".part")
     files, n_rows, notes = FORMATS[format](book, beside, chosen, **options)
     beside.replace(target)
+    if format in ("chat", "trl"):
+        chosen = msgspec.structs.replace(chosen, is_trainable=None)
     reasons = book.discards(chosen)["reason"].value_counts().to_pylist()
     return Exported(
         format=format,

@@ -12,6 +12,9 @@ from rollbook.store.selection import Rows, Selection
 
 Message = dict[str, Any]
 
+IMPORTED = "import"
+"""The dialect of an interaction that did not come by an API; see `imports/record.py`."""
+
 _EPISODES_AT_ONCE = 64
 
 
@@ -41,7 +44,10 @@ class Conversation:
 
 def conversations(book: Book, selection: Selection, rows: Rows) -> Iterator[Conversation]:
     """The rows of a selection, in its order: one per trajectory, or one per call with all before it as its prompt."""
-    table = book.select(msgspec.structs.replace(selection, rows=rows)).to_pylist()
+    wanted = msgspec.structs.replace(selection, rows=rows)
+    if selection.is_trainable:  # what was imported without tokens is as good as any other text
+        wanted = msgspec.structs.replace(wanted, is_trainable=None)
+    table = book.select(wanted).to_pylist()
     key = "leaf_id" if rows == "trajectories" else "interaction_id"
     at = 0
     while at < len(table):
@@ -55,9 +61,20 @@ def conversations(book: Book, selection: Selection, rows: Rows) -> Iterator[Conv
         for row in table[at:stop]:
             of_episode = nodes[row["episode_id"]]
             last = of_episode[row[key]]
+            if selection.is_trainable and not _is_whole(last):
+                continue
             above = _trajectory(last, of_episode) if rows == "trajectories" else [last]
             yield _conversation(row, episodes[row["episode_id"]], above)
         at = stop
+
+
+def _is_whole(one: Interaction) -> bool:
+    """Whether the policy said this, the whole of it, and somebody waited for it: what `is_trainable` means of rows."""
+    row = one.row
+    if row["dialect"] == IMPORTED:
+        return True
+    is_orphan = row["is_retried"] and row["is_leaf"]
+    return bool(row["is_trainable"] and row["capture"] == "complete" and row["n_output"] and not is_orphan)
 
 
 def _trajectory(leaf: Interaction, nodes: dict[str, Interaction]) -> list[Interaction]:
