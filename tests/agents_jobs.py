@@ -152,3 +152,13 @@ with OpenAI() as client:
     reply = client.chat.completions.create(model="m", messages=task["messages"])
 open(os.environ["ROLLBOOK_REWARD_FILE"], "w").write(str(float(reply.choices[0].message.content == "turn 1")))
 """
+
+REWARDING = """
+import json, os
+from openai import OpenAI
+from rollbook.agents.episode import EpisodeClient
+task = json.load(open(os.environ["ROLLBOOK_TASK_FILE"]))
+with OpenAI() as client:
+    client.chat.completions.create(model="m", messages=task["messages"])
+EpisodeClient().reward_blocking({"correct": True}, weights={"correct": 2.0})
+"""

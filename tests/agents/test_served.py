@@ -1,5 +1,6 @@
 """Agents against the real server: what the book says after each of them."""
 
+import math
 import sys
 
 import aiohttp
@@ -12,7 +13,7 @@ from agents_scripts import counting, text_of
 from proxy_serving import said, serving
 from rollbook.agents.config import AgentConfig
 from rollbook.agents.data import tasks_of
-from rollbook.agents.errors import RewardFailed, WorkflowError
+from rollbook.agents.errors import BadReward, RewardFailed, WorkflowError
 from rollbook.agents.judge import model_judge
 from rollbook.agents.modes import workflow_of
 from rollbook.agents.online import keep_open
@@ -22,6 +23,7 @@ from rollbook.agents.subprocesses import SubprocessAgent
 from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.errors import EngineUnavailable
+from rollbook.store.book import Book
 from rollbook.store.directory import DirectoryLog
 
 pytestmark = pytest.mark.anyio
@@ -249,7 +251,8 @@ async def test_an_application_keeps_its_key_over_many_sessions():
         recorded = served.events("InteractionRecorded")
         assert [e.episode_id for e in recorded] == opened[:3]
         assert [e.fact.value for e in served.events("RewardGiven")] == [1.0, 2.0, 3.0]
-        assert len({e.fact.group_id for e in served.events("EpisodeOpened")}) == len(opened)
+        groups = [e.fact.group_id for e in served.events("EpisodeOpened")]
+        assert len(set(groups)) == len(groups)
 
 
 @pytest.mark.parametrize(
@@ -323,3 +326,50 @@ async def test_a_model_judges_as_a_role_of_its_own_that_is_not_trained():
         assert [(e.fact.role, e.fact.is_trainable) for e in judged] == [("judge", False)] * 2
         (given,) = served.events("RewardGiven")
         assert given.interaction_id == work.interaction_id
+
+
+async def test_an_agent_rewards_its_episode_as_it_goes_in_parts_with_weights():
+    ids = []
+
+    async def agent(data, base_url, api_key, episode):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            messages = list(data["messages"])
+            for _ in range(2):
+                reply = await client.chat.completions.create(model="m", messages=messages)
+                ids.append(reply.id)
+                messages += [{"role": "assistant", "content": reply.choices[0].message.content}, messages[0]]
+        assert await episode.reward(0.25, interaction_id=ids[0], details={"judge": "a"}) == ids[0]
+        parts = {"correct": True, "form": 0.5}
+        assert await episode.reward(parts, weights={"correct": 0.8, "form": 0.2}) == ids[1]
+        for wrong, says in [
+            ({"value": math.nan}, "is nan"),
+            ({"value": 1.0, "interaction_id": "chatcmpl-nobody"}, "no interaction 'chatcmpl-nobody'"),
+            ({"value": {"correct": 1.0}, "weights": {"form": 1.0}}, "weights for form, but the parts are correct"),
+            ({"value": 1.0, "weights": {"form": 1.0}}, "weights are for named parts"),
+            ({"value": {"reward": 1.0}}, "give the part another name"),
+        ]:
+            with pytest.raises(BadReward, match=says):
+                await episode.reward(**wrong)
+
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+        assert (episode.reason, episode.state) == (None, "done")
+        given = [(e.interaction_id, e.fact.name, e.fact.value) for e in served.events("RewardGiven")]
+        assert given == [
+            (ids[0], "reward", 0.25),
+            (ids[1], "correct", 1.0),
+            (ids[1], "form", 0.5),
+            (ids[1], "reward", pytest.approx(0.9)),
+        ]
+        book = Book(served.log)
+        assert book.sql("select reward from episodes")["reward"].to_pylist() == [pytest.approx(1.15)]
+        again = book.credits(reward="0.5 * correct + 0.5 * form")
+        assert set(again["credit"].to_pylist()) == {0.75}, "the parts are weighed anew by SQL"
+
+
+async def test_a_program_that_is_not_async_rewards_its_episode_from_its_environment():
+    agent = workflow_of(AgentConfig(mode="command", command=[sys.executable, "-c", agents_jobs.REWARDING]), None)
+    async with serving(counting) as served:
+        (episode,) = await Runner(served.client, agent, run_id="run").run(TASKS[:1])
+        assert (episode.reason, episode.state) == (None, "done")
+        assert {e.fact.name: e.fact.value for e in served.events("RewardGiven")} == {"correct": 1.0, "reward": 2.0}

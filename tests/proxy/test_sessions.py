@@ -132,6 +132,10 @@ async def test_an_online_key_goes_from_session_to_session():
         assert (await ask(served, "sk-rb-the-app")).status_code == 200
         [event] = served.events("InteractionRecorded")
         assert event.episode_id == second.session_id
+        assert await served.client.end_session("sk-rb-the-app") == 1
+        assert (await ask(served, "sk-rb-the-app")).status_code == 200, "the next one is open when the end is answered"
+        groups = [event.fact.group_id for event in served.events("EpisodeOpened")]
+        assert len(groups) == len(set(groups)) == 3, "each conversation is a group of its own"
 
 
 async def test_starting_twice_with_the_same_ids_is_starting_once():

@@ -27,8 +27,12 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Worker processes of the subproc mode, kept warm."""
     session_timeout_seconds: float = 3600.0
     """An episode that takes longer has failed."""
-    admin_api_key: str = "areal-admin-key"
-    """Key of the routes that start sessions."""
+    admin_api_key: str | None = None
+    """Key of the routes that start sessions; None: a new one for each start (online: kept with the run)."""
+    online_api_key: str | None = None
+    """online: the key under which the application calls; None: made at the first start and kept with the run."""
+    online_port: int = 0
+    """online: where the proxy listens; 0: a free port at the first start, the same one from then on."""
     max_attempts: int = 1
     """Tries per sample. A failed try stays in the book with its number; more than 1 hides how often an agent fails."""
     command: list[str] | None = None

@@ -4,6 +4,7 @@ import re
 
 import httpx
 
+from .episode import http_client
 from .errors import RewardFailed
 
 RUBRIC = (
@@ -36,7 +37,7 @@ async def model_judge(
     }
     headers = {"authorization": f"Bearer {api_key}", "x-rollbook-role": "judge"}
     try:
-        async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as http:
+        async with http_client(base_url, timeout_s) as http:
             reply = await http.post(f"{base_url}/chat/completions", json=body, headers=headers)
             reply.raise_for_status()
         said: str = reply.json()["choices"][0]["message"]["content"] or ""

@@ -2,7 +2,9 @@
 
 It keeps one key for ever and calls the proxy with it whenever it likes. There is always a session open on that key:
 when one ends (the application posts /rl/end_session with its key, or the proxy closes it after a long silence), the
-next one begins, so the application never changes anything. Rewards come over HTTP, during a session or after it.
+next one begins, so the application never changes anything. A server that `is_online` does that itself, without a gap.
+An application that has the admin key may do it as AReaL's do: start a session on its key, which ends the one before
+("refresh"). Rewards come over HTTP while a session is open.
 """
 
 import secrets
@@ -20,7 +22,13 @@ class OnlineProxy(Protocol):
     """What we use of `rollbook.proxy.client.ProxyClient`."""
 
     async def start_session(
-        self, task_id: str, *, group_id: str | None = None, run_id: str | None = None, api_key: str | None = None
+        self,
+        task_id: str,
+        *,
+        group_id: str | None = None,
+        run_id: str | None = None,
+        api_key: str | None = None,
+        refresh: bool | None = None,
     ) -> Opened: ...
 
 
@@ -41,7 +49,9 @@ async def keep_open(
     while True:
         group_id = f"{run_id}/online/{secrets.token_hex(8)}"
         try:
-            opened = await proxy.start_session(task_id, group_id=group_id, run_id=run_id, api_key=api_key)
+            opened = await proxy.start_session(
+                task_id, group_id=group_id, run_id=run_id, api_key=api_key, refresh=False
+            )
         except Conflict:  # the one before is still open
             await anyio.sleep(look_s)
         except Busy as error:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from .alarms import ready_math_verify
+from .episode import EpisodeClient
 from .errors import Rejected, WorkflowError
 from .threads import in_thread, in_thread_loop
 from .watch import Blocking, timed
@@ -145,10 +146,13 @@ class DirectAgent(Workflow):
         )
 
 
-def _keywords(session: Session, takes: frozenset[str] | None) -> dict[str, Any]:
+def _keywords(session: Session, takes: "_Takes") -> dict[str, Any]:
     # No shared HTTP client: SDKs differ in which library they want one from, and build a fitting one themselves.
     extra = {"base_url": session.base_url, "api_key": session.api_key, "http_client": None}
-    return extra if takes is None else {k: v for k, v in extra.items() if k in takes}
+    given: dict[str, Any] = {k: v for k, v in extra.items() if takes.has_any or k in takes.names}
+    if "episode" in takes.names:  # only where it is named: AReaL's agents do not expect it among their keywords
+        given["episode"] = EpisodeClient(session.base_url, session.api_key)
+    return given
 
 
 def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
@@ -283,12 +287,17 @@ def _with_keywords(function: Callable[..., Any], keywords: dict[str, Any]) -> Ca
     return call
 
 
-def _accepted_keywords(call: Callable[..., Any]) -> frozenset[str] | None:
-    """Names that `call` takes by keyword after its data; None: any."""
+class _Takes(msgspec.Struct, frozen=True):
+    """Names that a call takes by keyword after its data, and whether it takes any others."""
+
+    names: frozenset[str]
+    has_any: bool
+
+
+def _accepted_keywords(call: Callable[..., Any]) -> _Takes:
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        return _Takes(frozenset(), has_any=True)
+    names = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return _Takes(names, has_any=any(p.kind is p.VAR_KEYWORD for p in parameters))

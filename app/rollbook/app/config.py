@@ -34,6 +34,10 @@ class GRPOConfig(TrainConfig, kw_only=True, forbid_unknown_fields=True):
     workflow: str | None = None  # the agent, e.g. my_agent.MathAgent
     eval_workflow: str | None = None
 
+    @property
+    def is_online(self) -> bool:
+        return self.rollout.agent.mode == "online"
+
 
 class PPOConfig(GRPOConfig, kw_only=True, forbid_unknown_fields=True):
     """The same sections; `algorithm: ppo` and the critic's settings matter."""

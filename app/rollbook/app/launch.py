@@ -417,9 +417,10 @@ def start_servers(
     n: int = 1,
     resources: Resources = ONE_CPU,
     python: str | None = None,
+    admin_key: str | None = None,
 ) -> tuple[list[Program], str]:
-    """n times `rollbook serve BOOK ...` under one key made for them; returns the programs and that admin key."""
-    admin_key = secrets.token_urlsafe(32)
+    """n times `rollbook serve BOOK ...` under one key, made for them if not given; returns programs and admin key."""
+    admin_key = admin_key or secrets.token_urlsafe(32)
     command = [python or sys.executable, "-m", "rollbook.app.cli", "serve", os.path.abspath(book_path), *arguments]
     env = {ADMIN_KEY: admin_key}
     return launcher.start(command, n=n, env=env, log_path=log_path, wait_s=wait_s, resources=resources), admin_key

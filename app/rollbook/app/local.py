@@ -7,7 +7,7 @@ weight folders, exactly as they would across machines.
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,21 @@ from typing import Any
 import anyio
 import msgspec
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from rich.console import Console
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.errors import AgentsError
 from rollbook.agents.loop import RolloutLoop, ended_episodes
 from rollbook.agents.modes import workflow_of
+from rollbook.agents.online import keep_open
 from rollbook.agents.runner import Runner
 from rollbook.agents.workflow import resolve
+from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, EpisodeClosed, Event, open_book
 
 from .launch import LaunchFailed, Program, Resources, SchedulerConfig, Supervisor, start_servers
 from .launch_local import LocalLauncher
+from .online import online_of
 from .proxies import Proxies
 
 ENGINES = ("embedded", "scripted", "vllm", "sglang")
@@ -76,8 +80,10 @@ class LocalRollouts:
         weights: str,
     ) -> None:
         self._config, self._run_id, self._book_path = config, run_id, book_path
+        online = online_of(config) if config.is_online else None
         with open_book(book_path, writer="rollouts") as book:
-            bury_the_dead(book, run_id)
+            if online is None:  # an application goes on where it was: the server knows its session again
+                bury_the_dead(book, run_id)
             ended = ended_episodes(book, run_id)
             n_rejected = rejected_groups(book, run_id)
         scheduler: SchedulerConfig = config.scheduler
@@ -85,12 +91,13 @@ class LocalRollouts:
         self._servers, admin_key = start_servers(
             launcher,
             book_path,
-            self._serve_arguments(config, version, weights),
+            [*self._serve_arguments(config, version, weights), *(online.serve_arguments() if online else ())],
             log_path=Path(config.run_path, "server.log"),
             wait_s=_ENGINE_WAIT_S,
             n=scheduler.proxies,
             resources=Resources(cpus=scheduler.cpus, gpus=scheduler.gpus, memory_gb=scheduler.memory_gb),
             python=scheduler.python,
+            admin_key=online.admin_key if online else config.rollout.agent.admin_api_key,
         )
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         self._proxies = self._stack.enter_context(
@@ -98,6 +105,13 @@ class LocalRollouts:
                 Proxies(self._servers, admin_key, version=version, on_lost=self._stop_agents)
             )
         )
+        self._portal = portal
+        if online is not None:
+            url = self._servers[0].url
+            _say(online.answering_at(url, config.run_path))
+            client = self._stack.enter_context(portal.wrap_async_context_manager(ProxyClient(url, admin_key)))
+            self._keep_up(portal, partial(keep_open, client, online.api_key, run_id=run_id))
+            return
         runner = self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples)
         self._stack.callback(runner.workflow.close)
         self._runners.append(runner)
@@ -113,18 +127,21 @@ class LocalRollouts:
             ended=ended,
             rejected=n_rejected,
         )
-        self._portal = portal
+        self._keep_up(portal, self._loop.run)
+
+    def _keep_up(self, portal: BlockingPortal, work: Callable[[], Awaitable[None]]) -> None:
+        """What brings episodes, until it is closed or fails."""
         scope = portal.call(anyio.CancelScope)
-        live = portal.start_task_soon(self._live, self._loop, scope)
+        live = portal.start_task_soon(self._live, work, scope)
         # Clients that agents left open close while there is a loop.
         self._stack.callback(lambda: portal.call(gc.collect))
         self._stack.callback(live.result)  # running episodes are closed before the client and the server go
         self._stack.callback(lambda: portal.call(scope.cancel))
 
-    async def _live(self, loop: RolloutLoop, scope: anyio.CancelScope) -> None:
+    async def _live(self, work: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
         with scope:
             try:
-                await loop.run()
+                await work()
             except Exception as error:
                 self._failure = error
 
@@ -167,9 +184,10 @@ class LocalRollouts:
 
     def publish(self, path: str, version: int) -> None:
         self.check()
-        portal, proxies, loop = self._running()
+        portal, proxies = self._running()
         portal.call(proxies.load_weights, path, version)
-        loop.on_version(self._horizon(version))
+        if self._loop is not None:
+            self._loop.on_version(self._horizon(version))
 
     def _horizon(self, version: int) -> int:
         """The version that decides how many groups may begin: none that no step will take."""
@@ -178,7 +196,8 @@ class LocalRollouts:
         return min(version, self._config.total_train_steps - 1 - self._config.rollout.max_head_offpolicyness)
 
     def reject(self, n_groups: int) -> None:
-        self._running()[2].reject(n_groups)
+        if self._loop is not None:
+            self._loop.reject(n_groups)
 
     def evaluate(
         self, tasks: Sequence[Mapping[str, Any]], workflow: Any, workflow_kwargs: Mapping[str, Any], *, epoch: int
@@ -208,10 +227,14 @@ class LocalRollouts:
         self._portal = None
         self._stack.close()
 
-    def _running(self) -> tuple[BlockingPortal, Proxies, RolloutLoop]:
-        if self._portal is None or self._proxies is None or self._loop is None:
+    def _running(self) -> tuple[BlockingPortal, Proxies]:
+        if self._portal is None or self._proxies is None:
             raise LaunchFailed("the rollouts have not been started, or have ended")
-        return self._portal, self._proxies, self._loop
+        return self._portal, self._proxies
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def _causes(error: BaseException) -> list[BaseException]:

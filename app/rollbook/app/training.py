@@ -3,9 +3,11 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollbook.agents.data import get_custom_dataset
+from rollbook.agents.modes import workflow_of
 from rollbook.learner import PPOTrainer
 
 from .config import ConfigError, GRPOConfig, load_config
@@ -13,11 +15,14 @@ from .models import prepare_model
 
 
 def train(config_path: str, overrides: Sequence[str] = ()) -> None:
-    """Train what the config says. Raises ConfigError for what it does not say."""
+    """Train what the config says; its folder and the current one are importable. Raises ConfigError for what it does
+    not say.
+    """
     config = load_config(config_path, overrides)
-    if config.workflow is None and config.scheduler.type != "none":
+    has_agent = config.rollout.agent.mode in ("online", "command") or config.scheduler.type == "none"
+    if config.workflow is None and not has_agent:
         raise ConfigError(f"{config_path} names no agent; add `workflow: my_agent.MathAgent` or give workflow=... here")
-    sys.path.insert(0, os.getcwd())
+    sys.path[:0] = [os.getcwd(), str(Path(config_path).resolve().parent)]  # the agent may stand beside its config
     train_on(config)
 
 
@@ -29,5 +34,8 @@ def train_on(config: GRPOConfig, *, rows: Sequence[Any] | None = None) -> None:
         rows = get_custom_dataset(split="train", dataset_config=config.train_dataset)
     valid = config.valid_dataset
     valid_rows = get_custom_dataset(split="test", dataset_config=valid) if valid and valid.path else None
+    workflow: Any = config.workflow
+    if config.rollout.agent.mode == "command":
+        workflow = workflow_of(config.rollout.agent, workflow)
     with PPOTrainer(config, train_dataset=rows, valid_dataset=valid_rows) as trainer:
-        trainer.train(workflow=config.workflow, eval_workflow=config.eval_workflow)
+        trainer.train(workflow=workflow, eval_workflow=config.eval_workflow)

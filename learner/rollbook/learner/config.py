@@ -293,6 +293,11 @@ class TrainConfig(Settings):
     stats_logger: StatsLoggerConfig = msgspec.field(default_factory=StatsLoggerConfig)
 
     @property
+    def is_online(self) -> bool:
+        """Whether episodes come from outside, from an application that people use: then there are no tasks to draw."""
+        return False
+
+    @property
     def run_id(self) -> str:
         """The run's name in the book."""
         return f"{self.experiment_name}/{self.trial_name}"

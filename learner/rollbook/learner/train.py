@@ -192,7 +192,7 @@ class Run:
                     if reason != "failed" and self.rollouts is not None:  # those were never counted as accepted
                         self.rollouts.reject(1)
             unjudged = [group for group, reason in rejected if reason == "no_reward"]
-            if not usable and len(unjudged) >= max(wanted, 4):
+            if not usable and len(unjudged) >= max(wanted, 4) and not self.config.is_online:
                 batches.refuse_unjudged(unjudged, self.config)
             is_over = len(seen) >= self.total_groups
             if len(usable) == wanted or is_over:

@@ -1,6 +1,7 @@
 """`PPOTrainer`: a training run as a context manager, with the names that AReaL's users know."""
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +42,15 @@ class PPOTrainer:
         self.config = config
         self.train_dataset: Tasks = [] if train_dataset is None else train_dataset
         self.valid_dataset: Tasks = [] if valid_dataset is None else valid_dataset
-        if not len(self.train_dataset) and config.scheduler.type != "none":
+        if config.is_online:
+            if config.total_train_steps is None:
+                raise BadSetting("an online run has no tasks to count; set total_train_steps")
+            if config.gconfig.n_samples != 1:
+                raise BadSetting(
+                    f"gconfig.n_samples is {config.gconfig.n_samples}, but an online run has each conversation once; "
+                    "set gconfig.n_samples=1, and an algorithm that compares over the batch, such as reinforce"
+                )
+        elif not len(self.train_dataset) and config.scheduler.type != "none":
             raise BadSetting("train_dataset has no rows; pass a list of dicts with the tasks to train on")
         self.algorithm = find_algorithm(config.algorithm, config.actor)
         self._rollouts = rollouts
@@ -92,12 +101,15 @@ class PPOTrainer:
         rollouts: Rollouts | None = None
         if config.scheduler.type != "none":
             rollouts = self._rollouts or find_rollouts(config.scheduler.type)
-            rollouts.resolve(workflow, workflow_kwargs or {})
+            if not config.is_online:
+                rollouts.resolve(workflow, workflow_kwargs or {})
         book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
         recorded = None
         if rollouts is None:
             recorded = recorded_groups(book, config.run_id, config.selection, reward=config.credit.reward)
         total_groups = epochs * len(self.train_dataset if recorded is None else recorded)
+        if config.is_online:
+            total_groups = sys.maxsize
         total_steps = max(1, total_groups // config.groups_per_step)
         if config.total_train_steps is not None:
             total_steps = min(total_steps, config.total_train_steps)

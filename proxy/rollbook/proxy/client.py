@@ -91,10 +91,12 @@ class ProxyClient:
         task: dict[str, Any] | None = None,
         run_id: str | None = None,
         api_key: str | None = None,
+        refresh: bool | None = None,
         origin_interaction_id: str | None = None,
     ) -> Started:
         """Open an episode; with an origin as a fork of that interaction.
 
+        refresh: end the open session of `api_key` first; None: as the server is set.
         Raises Busy without capacity, Conflict for a key that is in use, NotFound for an origin that the book lacks.
         """
         body = {
@@ -107,6 +109,7 @@ class ProxyClient:
             "session_id": new_id("ep"),
             "api_key": api_key or "sk-rb-" + secrets.token_urlsafe(32),
             "origin_interaction_id": origin_interaction_id,
+            "refresh": refresh,
         }
         return msgspec.convert(await self._post("/rl/start_session", self._admin_key, body), Started)
 

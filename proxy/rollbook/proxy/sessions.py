@@ -252,7 +252,7 @@ class Sessions:
                 raise Conflict(
                     f"this api_key is bound to the open session {held.episode_id}; end that, or use another key"
                 )
-            await self.end(held, "done", "refreshed")
+            await self._end(held, "done", "refreshed")
         if body.session_id is not None and (
             body.session_id in self._open or body.session_id in self._ended_ids or body.session_id in self._opening
         ):
@@ -274,9 +274,11 @@ class Sessions:
         fork = None if session.origin_id is None else await self._fork(session.origin_id)
         session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
         session.episode.fork = fork
+        # Learners count in groups; a conversation that nobody drew is a group of its own.
+        group_id = f"{session.run_id}/online/{session.episode_id}" if self._config.is_online else None
         opened = EpisodeOpened(
             task_id=body.task_id,
-            group_id=body.group_id,
+            group_id=body.group_id or group_id,
             attempt=body.attempt,
             is_eval=body.is_eval,
             version=self.version,
@@ -368,7 +370,23 @@ class Sessions:
         self._capture.forget(episode)
 
     async def end(self, session: Session, state: EpisodeState, reason: str | None = None) -> int:
-        """Close an episode and return how many interactions it has. Twice is once."""
+        """Close an episode and return how many interactions it has. Twice is once.
+
+        On an online server the next episode of its key is open when this returns: an application calls on as ever.
+        """
+        key, was_open = session.key, session.state == "open"
+        count = await self._end(session, state, reason)
+        if self._config.is_online and was_open and key is not None:
+            lock = self._busy_keys.setdefault(key, asyncio.Lock())
+            async with lock:
+                try:
+                    if key not in self._by_key:
+                        await self._start(StartSession(task_id=session.task_id, run_id=session.run_id), "", key)
+                finally:
+                    self._busy_keys.pop(key, None)
+        return count
+
+    async def _end(self, session: Session, state: EpisodeState, reason: str | None) -> int:
         async with session.ending:
             if session.state == "open":
                 session.state = state  # from here on no call begins
