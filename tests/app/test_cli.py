@@ -11,10 +11,13 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from rollbook.app.cli import main
 from rollbook.app.models import prepare_model
+from rollbook.app.reading import print_table
 from rollbook.store import (
     EpisodeClosed,
     EpisodeOpened,
@@ -205,6 +208,7 @@ def test_a_missing_book_says_how_to_make_one(tmp_path: Path, capsys: pytest.Capt
     status, text = said(capsys, "sql", str(tmp_path / "none"), "select 1")
     assert status == 1
     assert str(tmp_path / "none") in text
+    assert "`rollbook serve`, a training run and" in text
     assert text.count(".") < 8
     assert not (tmp_path / "none").exists()
 
@@ -388,6 +392,33 @@ def test_weights_of_another_shape_are_one_sentence(tmp_path: Path, capsys: pytes
     assert f"rollbook: could not load a model from {folder}" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["BOOK"], "book is a file, and a book is a folder"),
+        (["NEW", "--engine", "scripted", "--script", "nomod:f"], "script 'nomod:f': there is no module 'nomod'"),
+    ],
+)
+def test_what_cannot_be_served_makes_no_book(
+    words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "book").touch()
+    book, *rest = words
+    path = tmp_path / ("book" if book == "BOOK" else "new")
+    status, text = said(capsys, "serve", str(path), "--model", "tiny", "--threads", "1", *rest)
+    assert status == 1
+    assert expected in " ".join(text.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_ids_stay_in_one_piece_on_a_narrow_terminal() -> None:
+    name = "ep_01a2295e5f51727a81df5977584e785a"
+    table = pa.table({"episode_id": [name], "reason": ["a long reason " * 10], "other_id": [name * 2]})
+    narrow = Console(width=80, record=True, file=io.StringIO())
+    print_table(table, "table", narrow)
+    assert name in narrow.export_text()
+
+
 def test_a_port_in_use_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -396,3 +427,4 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFix
         )
     assert status == 1
     assert text.startswith(f"rollbook: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another")
+    assert not (tmp_path / "book").exists(), "nothing was served, so there is no empty book"

@@ -14,7 +14,7 @@ from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig
 from rollbook.learner.batches import rows_of
-from rollbook.learner.errors import NothingToTrain
+from rollbook.learner.errors import BadSetting, NothingToTrain
 from rollbook.learner.train import without_keys
 from rollbook.store.book import open_book
 
@@ -218,3 +218,21 @@ def test_importing_the_learner_imports_no_torch() -> None:
 def test_keys_do_not_reach_the_book() -> None:
     config = {"rollout": {"agent": {"admin_api_key": "secret", "mode": "inline"}}, "tags": [{"api_key": "secret"}]}
     assert without_keys(config) == {"rollout": {"agent": {"mode": "inline"}}, "tags": [{}]}
+
+
+def test_rewards_that_never_differ_are_named_once(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=3)
+    run(config, EchoRollouts(lambda task, output: 0.25))
+    said = capsys.readouterr().err
+    assert said.count("teaches nothing: the reward 'reward' is 0.25 in every episode") == 1
+
+
+def test_a_second_learner_on_a_book_is_told_of_the_first(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=1)
+    with (
+        open_book(config.book_path, writer="learner"),
+        pytest.raises(BadSetting, match=r"another training run writes to the book .*book at this moment"),
+    ):
+        run(config, EchoRollouts())

@@ -212,9 +212,9 @@ def _read_function(path: str, split: str, tokenizer: Any, kwargs: Mapping[str, A
     import inspect
 
     try:
-        function = load(path)
+        function = load(path, "dataset")
     except WorkflowError as error:
-        raise DataError(str(error).replace("workflow", "dataset", 1)) from error
+        raise DataError(str(error)) from error
     if not callable(function):
         raise DataError(f"{path} is a {type(function).__name__}; expected a function that gives rows")
     takes = inspect.signature(function).parameters

@@ -188,8 +188,11 @@ def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
     )
 
 
-def load(path: str) -> Any:
-    """What an import string names; the current directory is importable. Raises WorkflowError."""
+def load(path: str, what: str = "workflow") -> Any:
+    """What an import string names; the current directory is importable. Raises WorkflowError.
+
+    what: to call it in errors.
+    """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # stays: agents import lazily
@@ -198,23 +201,23 @@ def load(path: str) -> Any:
     if not all(part.isidentifier() for part in [*parts, *(attributes.split(".") if colon else [])]):
         raise WorkflowError(f"{path!r} is not an import path; expected one like 'my_agent.MathAgent'")
     if colon:
-        found = _import(module_path, path)
+        found = _import(module_path, path, what)
         rest = attributes.split(".")
         known = module_path
     else:
-        found, known, rest = _import(parts[0], path), parts[0], parts[1:]
+        found, known, rest = _import(parts[0], path, what), parts[0], parts[1:]
         while rest and inspect.ismodule(found) and not hasattr(found, rest[0]):
             submodule = f"{known}.{rest[0]}"
             if not hasattr(found, "__path__") or importlib.util.find_spec(submodule) is None:
                 break
-            found, known, rest = _import(submodule, path), submodule, rest[1:]
+            found, known, rest = _import(submodule, path, what), submodule, rest[1:]
     for part in rest:
         if not hasattr(found, part):
             names = [n for n in dir(found) if not n.startswith("_")]
             close = difflib.get_close_matches(part, names, n=1)
             where = getattr(found, "__file__", None)
             raise WorkflowError(
-                f"workflow {path!r}: {known} has no {part!r}"
+                f"{what} {path!r}: {known} has no {part!r}"
                 + (f" (it was imported from {where})" if where else "")
                 + (
                     f"; did you mean {close[0]!r}?"
@@ -224,26 +227,26 @@ def load(path: str) -> Any:
             )
         found, known = getattr(found, part), f"{known}.{part}"
     if inspect.ismodule(found):
-        raise WorkflowError(f"workflow {path!r} is a module; name the class or function in it, as '{path}.MathAgent'")
+        raise WorkflowError(f"{what} {path!r} is a module; name the class or function in it, as '{path}.MathAgent'")
     return found
 
 
-def _import(module: str, path: str) -> Any:
+def _import(module: str, path: str, what: str) -> Any:
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
             raise WorkflowError(
-                f"workflow {path!r}: there is no module {error.name!r} in {os.getcwd()} or on PYTHONPATH; "
+                f"{what} {path!r}: there is no module {error.name!r} in {os.getcwd()} or on PYTHONPATH; "
                 "start from the folder that holds it, or install it"
             ) from error
-        raise WorkflowError(_import_story(module, path, error)) from error
+        raise WorkflowError(_import_story(module, path, error, what)) from error
     except Exception as error:  # whatever the module's own code raises
-        raise WorkflowError(_import_story(module, path, error)) from error
+        raise WorkflowError(_import_story(module, path, error, what)) from error
 
 
-def _import_story(module: str, path: str, error: BaseException) -> str:
+def _import_story(module: str, path: str, error: BaseException, what: str) -> str:
     """The import's own traceback: frames of this file and of the import machinery say nothing."""
     frames = [
         frame
@@ -251,7 +254,7 @@ def _import_story(module: str, path: str, error: BaseException) -> str:
         if frame.filename != __file__ and "importlib" not in frame.filename
     ]
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-    return f"workflow {path!r}: importing {module} failed:\n" + "".join(lines).rstrip()
+    return f"{what} {path!r}: importing {module} failed:\n" + "".join(lines).rstrip()
 
 
 def _build(name: str, cls: type, kwargs: dict[str, Any]) -> Any:

@@ -179,6 +179,7 @@ class Supervised:
         self._wait_s = wait_s
         self._is_server = is_server
         self._lives = 0
+        self._log_start = job.log_path.stat().st_size if job.log_path.is_file() else 0  # earlier runs' words
         self._url: str | None = None
         self._failure: str | None = None
         self._has_answered = threading.Event()  # for the first time, or never will
@@ -241,8 +242,13 @@ class Supervised:
         return self._gone.wait(timeout_s)
 
     def logs(self, lines: int = 15) -> str:
-        text = read(self._job.log_path)
-        return "(no log was written)" if text is None else "\n".join(text.splitlines()[-lines:])
+        try:
+            with self._job.log_path.open("rb") as file:
+                file.seek(self._log_start)
+                text = file.read().decode(errors="replace")
+        except OSError:
+            text = ""
+        return "\n".join(text.splitlines()[-lines:]) or "(no log was written)"
 
     def stop(self) -> None:
         self._stopping.set()

@@ -90,9 +90,10 @@ def print_table(table: pa.Table, format_: str, out: Console, output: Path | None
         return
     if format_ == "table" and output is None:
         shown = Table(header_style="bold")
-        for field in table.schema:
+        for i, field in enumerate(table.schema):
             is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-            shown.add_column(field.name, justify="right" if is_number else "left", overflow="fold")
+            is_key = i == 0 and field.name.endswith("_id")  # stays in one piece, to be copied
+            shown.add_column(field.name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_key)
         for row in table.to_pylist():
             shown.add_row(*(Text(_cell(value)) for value in row.values()))
         out.print(shown)

@@ -69,7 +69,7 @@ def judge_of(function: str) -> tuple[Judge, str]:
         if judge is None:
             raise WorkflowError(f"{path} has no function {name!r}")
     else:
-        judge = load(function)
+        judge = load(function, "judge")
     if not callable(judge):
         raise WorkflowError(f"{function} is a {type(judge).__name__}; expected a function that takes an episode")
     try:

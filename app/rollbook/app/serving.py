@@ -15,10 +15,11 @@ from rich.text import Text
 from rollbook.agents.workflow import load
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
+from rollbook.proxy.listener import bind
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.proxy.server import Service, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
-from rollbook.store import Book, BookBusy, open_book
+from rollbook.store import Book, BookBusy, BookNotFound, open_book
 
 from .config import ConfigError, put, scalar
 from .launch import ADMIN_KEY
@@ -56,25 +57,21 @@ def serve_book(
         tokenizer = Tokenizer.load(model_path)
     except ValueError as error:
         raise ModelUnavailable(f"the model folder {model_path} cannot be used: {error}") from error
+    answers = make_engine(
+        engine,
+        model_path,
+        weights=weights,
+        version=version,
+        script=script,
+        threads=threads,
+        tokenizer=tokenizer,
+        url=engine_url,
+        python=engine_python,
+        args=engine_args,
+    )
+    bind(config.host, config.port).close()  # what cannot listen leaves no empty book behind
     with open_writer(book_path, writer) as book:
-        service = Service(
-            log=book.log,
-            engine=make_engine(
-                engine,
-                model_path,
-                weights=weights,
-                version=version,
-                script=script,
-                threads=threads,
-                tokenizer=tokenizer,
-                url=engine_url,
-                python=engine_python,
-                args=engine_args,
-            ),
-            tokenizer=tokenizer,
-            config=config,
-            book=book,
-        )
+        service = Service(log=book.log, engine=answers, tokenizer=tokenizer, config=config, book=book)
 
         def announce(url: str) -> None:
             if address_file is not None:
@@ -90,6 +87,8 @@ def serve_book(
 
 def open_writer(book_path: Path, name: str) -> Book:
     """Open a book to append under `name`, or `name-2`, ... where other live processes already have the earlier ones."""
+    if book_path.exists() and not book_path.is_dir():
+        raise BookNotFound(f"{book_path} is a file, and a book is a folder; name one, which is made if it is not there")
     for i in range(1, 1000):
         try:
             return open_book(str(book_path), writer=name if i == 1 else f"{name}-{i}")
@@ -128,7 +127,7 @@ def make_engine(
     if kind == "scripted":
         if script is None:
             raise ConfigError("the scripted engine needs --script MODULE:FUNCTION, which says what it answers")
-        return ScriptedEngine(load(script)(tokenizer), version=version)
+        return ScriptedEngine(load(script, "script")(tokenizer), version=version)
     if kind == "embedded":
         from rollbook.proxy.embedded import EmbeddedEngine
 

@@ -63,6 +63,7 @@ class Run:
     step: int = 0
     recorded: Sequence[Group] | None = None  # what there is to train on, where nobody makes more
     used: set[str] = field(default_factory=set)  # groups that batches used or rejected
+    has_warned: bool = False  # of rewards that teach nothing
     is_rolling: bool = False  # the rollouts have started: they hear of new weights
     _due: dict[str, float] = field(default_factory=dict)
 
@@ -216,6 +217,7 @@ class Run:
         began = time.monotonic()
         if not len(batch.rows):
             return Learned({}, batch.rows.logprobs, batch.rows.logprobs)
+        self.warn_of_equal_rewards(batch)
         learned = learn(
             batch.rows,
             actor=self.actor,
@@ -236,6 +238,19 @@ class Run:
                 f"(actor.logprob_gap_warn is {self.config.actor.logprob_gap_warn})"
             )
         return learned
+
+    def warn_of_equal_rewards(self, batch: Batch) -> None:
+        """Once: nothing is learned where no sample is better than another."""
+        if self.has_warned or batch.rows.advantages.any():
+            return
+        self.has_warned = True
+        name = self.config.credit.reward or "reward"
+        values = np.unique(batch.rows.rewards[np.isfinite(batch.rows.rewards)])
+        said = f"is {values[0]:g} in every episode" if len(values) == 1 else "is the same within every group"
+        self.report.say(
+            f"step {batch.step + 1} teaches nothing: the reward {name!r} {said}, so every advantage is 0. If it stays "
+            "so, look at what the agents do (rollbook show BOOK last), take easier tasks, or reward parts of an answer"
+        )
 
     def keep(self, batch: Batch, learned: Learned) -> None:
         """A checkpoint, if one is due."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rollbook.store import BookBusy
 from rollbook.store.book import Book, open_book
 
 from .algorithms import find_algorithm
@@ -103,7 +104,13 @@ class PPOTrainer:
             rollouts = self._rollouts or find_rollouts(config.scheduler.type)
             if not config.is_online:
                 rollouts.resolve(workflow, workflow_kwargs or {})
-        book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
+        try:
+            book: Book = self._stack.enter_context(open_book(config.book_path, writer="learner"))
+        except BookBusy as error:
+            raise BadSetting(
+                f"another training run writes to the book {config.book_path} at this moment; wait for it or stop it, "
+                "or give this run a book of its own (trial_name=... or book=...)"
+            ) from error
         recorded = None
         if rollouts is None:
             recorded = recorded_groups(book, config.run_id, config.selection, reward=config.credit.reward)

@@ -87,7 +87,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         found, by = int(data["format"]), str(data.get("created_by", "an unknown version"))
     except (FileNotFoundError, NotADirectoryError):
         raise BookNotFound(
-            f"no book at {path} (it has no book.json); check the path, or open it with a writer name to create one"
+            f"no book at {path} (it has no book.json); check the path. `rollbook serve`, a training run and "
+            "open_book(path, writer=...) make one"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(f'{manifest} is not a manifest ({error}); restore it: {{"format": {FORMAT}}}') from error
