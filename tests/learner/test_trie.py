@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from learner.tiny import make_rows, random_rows, tiny_model
+from rollbook.learner.backend import segments
 from rollbook.learner.backend.attention import NAME, attend, block_mask, dense_mask
 from rollbook.learner.backend.head import Distribution
 from rollbook.learner.backend.model import TreeModel
@@ -28,8 +29,11 @@ def row_by_row(model: nn.Module, rows: Rows, temperature: float = 1.0) -> tuple[
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def by_trie(model: nn.Module, rows: Rows, tries: list[Trie], d: Distribution) -> tuple[Tensor, Tensor]:
+def by_trie(
+    model: nn.Module, rows: Rows, tries: list[Trie], d: Distribution, *, in_segments: bool | None = None
+) -> tuple[Tensor, Tensor]:
     tree = TreeModel(model, d)
+    tree.in_segments = in_segments
     n = int(rows.n_output.sum())
     logprobs, entropies = torch.zeros(2, n, dtype=torch.float64).unbind(0)
     for trie in tries:
@@ -62,6 +66,35 @@ def test_logprobs_entropies_and_gradient_are_those_of_row_by_row(seed: int, budg
     expected = gradients(model, (weight * (plain[0] ** 2 + plain[1] ** 2)).sum())
     got = gradients(model, (weight * (shared[0] ** 2 + shared[1] ** 2)).sum())
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tree_in_dense_pieces_is_the_tree(seed: int) -> None:
+    model = tiny_model(seed=seed, dtype=torch.float64)
+    model.config._attn_implementation = NAME
+    rows = random_rows(seed, n_turns=5)
+    least = 1 + seed % 3
+    tries = list(micro_batches(rows, max_tokens=10_000 if seed % 2 else 40, form="trie", least=least))
+    weight = torch.as_tensor(np.random.default_rng(seed).normal(size=len(rows.logprobs)))
+
+    def loss(logprobs_E: Tensor, entropies_E: Tensor) -> Tensor:
+        return (weight * (logprobs_E**2 + entropies_E**2)).sum()
+
+    plain = row_by_row(model, rows)
+    pieces = by_trie(model, rows, tries, Distribution(), in_segments=True)
+    for one, other in zip(plain, pieces, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    expected = gradients(model, loss(*plain))
+    torch.testing.assert_close(gradients(model, loss(*pieces)), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_fork_that_saves_little_is_made_further_up() -> None:
+    prompt = list(range(20))
+    rows = make_rows([(prompt, [21, 22, 1]), (prompt, [21, 23, 1]), (prompt, [24, 25, 1]), ([0, 1, 31], [5, 6])])
+    assert build(rows).n_nodes == 20 + 3 + 2 + 2
+    few = build(rows, least=3)
+    assert few.n_nodes == 20 + 2 + 2 + 2 + 4
+    assert segments.plan(few.depth_T, few.end_T, torch.device("cpu")).rectangles == [segments.Rectangle(0, 20, 26)]
 
 
 @pytest.mark.parametrize("implementation", ["eager", NAME])

@@ -218,6 +218,7 @@ def tries_of(rows: Rows, spec: MicroBatchSpec, backend: Backend, part: Ints | No
             at_least=spec.n_mbs,
             ranks=backend.ranks,
             hidden=backend.hidden,
+            least=backend.least_shared,
         )
     )
 

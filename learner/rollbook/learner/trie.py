@@ -42,13 +42,14 @@ class Trie:
         return len(self.ids_T)
 
 
-def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie") -> Trie:
-    """The trie of some rows (default: all).
+def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie", least: int = 1) -> Trie:
+    """The trie of some rows (default: all). A fork that saves fewer than `least` tokens is made further up.
 
     form="paths" shares only between rows of which one continues the other: one path per leaf, plain causal attention.
     """
     chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
     order = _depth_first(rows, chosen)
+    shared = _shared_with_previous(rows, order, least)
     ids: list[Ints] = []
     depths: list[Ints] = []
     n_nodes = 0
@@ -56,9 +57,8 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie") -
     path_nodes = np.empty(0, np.int64)  # nodes of the path being walked
     previous = np.empty(0, rows.ids.dtype)
     nodes: dict[int, Ints] = {}  # row -> predictor node of each of its entries
-    for r in order:
+    for r, common in zip(order, shared.tolist(), strict=True):
         path = rows.path(r)[:-1]
-        common = _common_prefix(previous, path)
         if form == "paths" and common < len(previous):
             common = 0
         fresh = len(path) - common
@@ -107,6 +107,7 @@ def micro_batches(
     at_least: int = 1,
     ranks: int = 1,
     hidden: int = 1024,
+    least: int = 1,
     form: Form | None = None,
 ) -> Iterator[Trie]:
     """Cut rows into tries of at most `max_tokens` nodes.
@@ -114,14 +115,14 @@ def micro_batches(
     A row never leaves its path: what its micro-batch lacks of a shared prefix is computed again there. A single path
     longer than the budget stands alone. Neighbours in the tree stay together, so little is computed twice.
     Several ranks get a multiple of their number, all of about the same cost (for a model of this hidden size).
-    form None: the cheaper one, see TREE_COST.
+    least: see `build`. form None: the cheaper one, see TREE_COST.
     """
     chosen = np.arange(len(rows)) if row_indices is None else np.asarray(row_indices)
     if not len(chosen):
         return
     order = _depth_first(rows, chosen)
     lengths = np.diff(rows.starts)[order] - 1
-    shared = _shared_with_previous(rows, order)
+    shared = _shared_with_previous(rows, order, least)
     continued = np.where(shared == np.append(0, lengths[:-1]), shared, 0)
     plans = {
         name: _plan(lengths, seen, continued > 0, max_tokens=max_tokens, at_least=at_least, ranks=ranks, hidden=hidden)
@@ -131,7 +132,7 @@ def micro_batches(
     if form is None:
         form = "trie" if plans["trie"][1] * TREE_COST < plans["paths"][1] else "paths"
     for start, end in plans[form][0]:
-        yield build(rows, np.sort(order[start:end]), form=form)
+        yield build(rows, np.sort(order[start:end]), form=form, least=least)
 
 
 def _plan(
@@ -250,11 +251,29 @@ def _depth_first(rows: Rows, chosen: Ints) -> Ints:
     return chosen[np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)]
 
 
-def _shared_with_previous(rows: Rows, order: Ints) -> Ints:
-    """How many tokens each row (but for its last) has in common with the one before it."""
+def _shared_with_previous(rows: Rows, order: Ints, least: int) -> Ints:
+    """How many tokens each row (but for its last) has in common with the one before it.
+
+    A fork less than `least` tokens below the fork above it is made there: a few tokens computed twice are cheaper than
+    one more piece of attention. Rows that go on where the one before them ends are no forks.
+    """
     shared = np.zeros(len(order), np.int64)
+    is_fork = np.zeros(len(order), np.bool_)
     for i in range(1, len(order)):
-        shared[i] = _common_prefix(rows.path(order[i - 1])[:-1], rows.path(order[i])[:-1])
+        before = rows.path(order[i - 1])[:-1]
+        shared[i] = _common_prefix(before, rows.path(order[i])[:-1])
+        is_fork[i] = shared[i] < len(before)
+    if least > 1:
+        waiting = [(np.flatnonzero(is_fork), 0)]  # forks inside one subtree, and the depth of the fork above them
+        while waiting:
+            forks, above = waiting.pop()
+            if not len(forks):
+                continue
+            depth = int(shared[forks].min())
+            highest = shared[forks] == depth
+            made = depth if depth - above >= least else above
+            shared[forks[highest]] = made
+            waiting += [(part[shared[part] > made], made) for part in np.split(forks, np.flatnonzero(highest))]
     return shared
 
 

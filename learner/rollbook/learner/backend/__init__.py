@@ -44,6 +44,7 @@ class Backend(Protocol):
     vocabulary: int
     ranks: int  # processes that share the micro-batches; their number should divide that of the micro-batches
     hidden: int  # of the model: what attention costs beside the rest
+    least_shared: int  # tokens that a fork must save to be made
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
         """logprobs (or values) and entropies of all entries, by `Trie.entry_E`; no gradient."""

@@ -1,8 +1,9 @@
-"""Attention over tries: plain causal where a sequence is one path, a tree mask elsewhere.
+"""Attention over tries: plain causal where a sequence is one path, a tree elsewhere.
 
-On a GPU the tree mask is FlexAttention's: blocks of 128 x 128 that are empty are skipped, full ones need no mask. Which
-blocks are which follows from the subtree ends alone, so nothing of size L x L is ever made. On a CPU it is a
-boolean mask. Registered with transformers under NAME; the model's own attention code calls it.
+On a GPU a tree of few forks is computed in dense pieces (`segments.py`), one of many by FlexAttention: blocks of
+128 x 128 that are empty are skipped, full ones need no mask. Which blocks are which follows from the subtree ends
+alone, so nothing of size L x L is ever made. On a CPU it is a boolean mask. Registered with transformers under NAME;
+the model's own attention code calls it.
 
 Shapes: [B, H, L, D] queries, [B, K, L, D] keys and values (K heads, grouped), N blocks.
 """
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
+
+from . import segments
 
 NAME = "rollbook_tree"
 BLOCK = 128
@@ -33,7 +36,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """What transformers asks of an attention function: [B, L, H, D] and no weights."""
     is_grouped = query.shape[1] != key.shape[1]
-    if isinstance(attention_mask, BlockMask):
+    if isinstance(attention_mask, segments.Segments):
+        out = segments.attend(query, key, value, attention_mask.plan, scaling)
+    elif isinstance(attention_mask, BlockMask):
         out = _flex(query, key, value, attention_mask, scaling, is_grouped)
     else:
         out = F.scaled_dot_product_attention(

@@ -1,7 +1,9 @@
 """Logprobs and entropies from hidden states, without keeping [P, V] float32 logits.
 
 Logits are computed in chunks of predictors, reduced to what the loss needs, and computed again in the backward pass
-(or kept in the computing precision where they are small). The gradient is written out here; gradcheck tests it.
+(or kept in the computing precision where they are small). The gradient is written out here; gradcheck tests it. On a
+GPU what lies between the products is compiled, one pass over a chunk instead of a dozen. Nothing here waits for the
+GPU: which entries belong to which chunk is known beforehand.
 
 Shapes: P predictors, H hidden size, V vocabulary, E entries (each names a predictor and the token sampled there).
 """
@@ -9,9 +11,12 @@ Shapes: P predictors, H hidden size, V vocabulary, E entries (each names a predi
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from rollbook.learner.rows import Ints
 
 CHUNK_BYTES = 256 << 20
 """Float32 logits computed at once."""
@@ -30,13 +35,18 @@ class Distribution:
     scale: float = 1.0  # the model's own factor on logits
     softcap: float | None = None  # the model's own cap * tanh(logits / cap)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token can be drawn."""
+        return self.top_p >= 1.0 and self.top_k <= 0
+
 
 def logprobs_and_entropies(
     hidden_PH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    predictor_E: Tensor,
-    target_E: Tensor,
+    predictor_E: Ints,
+    target_E: Ints,
     distribution: Distribution,
 ) -> tuple[Tensor, Tensor]:
     """logprobs_E of the targets and entropies_P of the predictors' distributions, in nats, at least float32.
@@ -44,9 +54,20 @@ def logprobs_and_entropies(
     With top_k or top_p the distribution is renormalised over the tokens that are kept; a token that was sampled is
     kept even where the two policies' rounding would put it outside.
     """
+    order = np.argsort(predictor_E, kind="stable")
+    size = max(1, CHUNK_BYTES // (4 * len(weight_VH)))
+    bounds = [*range(0, len(hidden_PH), size), len(hidden_PH)]
+    ends = np.searchsorted(predictor_E[order], bounds).tolist()
+    chunks = [(bounds[i], bounds[i + 1], ends[i], ends[i + 1]) for i in range(len(bounds) - 1)]
+
+    def there(values: Ints) -> Tensor:
+        return torch.as_tensor(np.ascontiguousarray(values), dtype=torch.int64, device=hidden_PH.device)
+
     apply: Any = _Head.apply
-    logprobs, entropies = apply(hidden_PH, weight_VH, bias_V, predictor_E, target_E, distribution)
-    return logprobs, entropies
+    logprobs, entropies = apply(
+        hidden_PH, weight_VH, bias_V, there(predictor_E[order]), there(target_E[order]), chunks, distribution
+    )
+    return logprobs[there(np.argsort(order, kind="stable"))], entropies
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -78,9 +99,47 @@ def _truncate(scores_PV: Tensor, predictor_e: Tensor, target_e: Tensor, d: Distr
     return scores_PV.masked_fill(~kept, -torch.inf)
 
 
-def _chunks(n_predictors: int, vocabulary: int) -> list[tuple[int, int]]:
-    size = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return [(a, min(a + size, n_predictors)) for a in range(0, n_predictors, size)]
+def _reduce(scores_PV: Tensor) -> tuple[Tensor, Tensor]:
+    """P: log-sum-exp and entropy."""
+    lse = scores_PV.logsumexp(-1)
+    p = (scores_PV - lse[:, None]).exp()
+    return lse, lse - (p * scores_PV.masked_fill(scores_PV == -torch.inf, 0.0)).sum(-1)
+
+
+def _reduce_raw(raw_PV: Tensor, d: Distribution) -> tuple[Tensor, Tensor]:
+    return _reduce(_scores(raw_PV, d))
+
+
+def _slope(scores_PV: Tensor, lse: Tensor, entropies: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """[P, V]: d loss / d score, but for the targets' own share of it.
+
+    d logprob(t) / d score = [t] - p;   d entropy / d score = -p (log p + entropy)
+    """
+    logp = scores_PV - lse[:, None]
+    p = logp.exp()
+    slope = -of_logprob[:, None] * p
+    if of_entropy is not None:
+        finite = logp.masked_fill(logp == -torch.inf, 0.0)
+        slope = slope - of_entropy[:, None] * p * (finite + entropies[:, None])
+    return slope
+
+
+def _slope_raw(
+    raw_PV: Tensor, lse: Tensor, entropies: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, d: Distribution
+) -> Tensor:
+    return _slope(_scores(raw_PV, d), lse, entropies, of_logprob, of_entropy)
+
+
+_compiled: dict[Any, Any] = {}
+
+
+def _fused(function: Any, tensor: Tensor, d: Distribution) -> Any:
+    """`function(..., d)`, as one kernel or two where there is a GPU."""
+    if not tensor.is_cuda:
+        return lambda *args: function(*args, d)
+    if (function, d) not in _compiled:
+        _compiled[function, d] = torch.compile(lambda *args: function(*args, d), dynamic=True)
+    return _compiled[function, d]
 
 
 class _Head(torch.autograd.Function):
@@ -92,51 +151,56 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         predictor: Tensor,
         target: Tensor,
+        chunks: list[tuple[int, int, int, int]],
         d: Distribution,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         wide = _wide(hidden.dtype)
         logprobs = hidden.new_empty(len(target), dtype=wide)
         entropies = hidden.new_empty(len(hidden), dtype=wide)
         lse = hidden.new_empty(len(hidden), dtype=wide)
-        chunks = _chunks(len(hidden), len(weight))
         keep = len(hidden) * len(weight) * hidden.element_size() <= KEEP_BYTES and ctx.needs_input_grad[0]
         kept: list[Tensor] = []
-        for a, b in chunks:
-            mine = ((predictor >= a) & (predictor < b)).nonzero()[:, 0]
+        for a, b, e, f in chunks:
             raw = F.linear(hidden[a:b], weight, bias)
             if keep:
                 kept.append(raw)
-            scores = _truncate(_scores(raw, d), predictor[mine] - a, target[mine], d)
-            lse[a:b] = scores.logsumexp(-1)
-            logprobs[mine] = scores[predictor[mine] - a, target[mine]] - lse[predictor[mine]]
-            p = (scores - lse[a:b, None]).exp_()
-            entropies[a:b] = lse[a:b] - (p * scores.masked_fill(scores == -torch.inf, 0.0)).sum(-1)
+            at, to = predictor[e:f] - a, target[e:f]
+            if d.is_whole:
+                lse[a:b], entropies[a:b] = _fused(_reduce_raw, raw, d)(raw)
+                logprobs[e:f] = _scores(raw[at, to], d) - lse[a:b][at]
+                continue
+            scores = _truncate(_scores(raw, d), at, to, d)
+            lse[a:b], entropies[a:b] = _reduce(scores)
+            logprobs[e:f] = scores[at, to] - lse[a:b][at]
         ctx.save_for_backward(hidden, weight, bias, predictor, target, lse, entropies, *kept)
         ctx.distribution, ctx.chunks = d, chunks
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         grad_logprobs, grad_entropies = grads
         hidden, weight, bias, predictor, target, lse, entropies, *kept = ctx.saved_tensors
         d: Distribution = ctx.distribution
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        per_predictor = torch.zeros_like(lse).index_add_(0, predictor, grad_logprobs)
-        for i, (a, b) in enumerate(ctx.chunks):
-            mine = ((predictor >= a) & (predictor < b)).nonzero()[:, 0]
+        per_predictor = torch.zeros_like(lse)
+        if grad_logprobs is not None:
+            per_predictor.index_add_(0, predictor, grad_logprobs)
+        for i, (a, b, e, f) in enumerate(ctx.chunks):
+            at, to = predictor[e:f] - a, target[e:f]
             raw = kept[i] if kept else F.linear(hidden[a:b], weight, bias)
-            scores = _truncate(_scores(raw, d), predictor[mine] - a, target[mine], d)
-            logp = scores - lse[a:b, None]
-            p = logp.exp()
-            # d logprob(t) / d score = [t] - p;   d entropy / d score = -p (log p + entropy)
-            slope = -per_predictor[a:b, None] * p
-            if grad_entropies.any():
-                finite = logp.masked_fill(logp == -torch.inf, 0.0)
-                slope -= grad_entropies[a:b, None] * p * (finite + entropies[a:b, None])
-            slope.index_put_((predictor[mine] - a, target[mine]), grad_logprobs[mine], accumulate=True)
-            slope *= d.scale / d.temperature
+            of_entropy = None if grad_entropies is None else grad_entropies[a:b]
+            given = (lse[a:b], entropies[a:b], per_predictor[a:b], of_entropy)
+            if d.is_whole:
+                slope = _fused(_slope_raw, raw, d)(raw, *given)
+            else:
+                slope = _slope(_truncate(_scores(raw, d), at, to, d), *given)
+            if grad_logprobs is not None:
+                slope.index_put_((at, to), grad_logprobs[e:f], accumulate=True)
+            if d.scale != d.temperature:
+                slope *= d.scale / d.temperature
             if d.softcap is not None:
                 slope *= 1.0 - torch.tanh(raw.to(slope.dtype) * d.scale / d.softcap) ** 2
             slope = slope.to(hidden.dtype)
@@ -150,7 +214,5 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             grad_bias,
-            None,
-            None,
-            None,
+            *[None] * 4,
         )

@@ -15,7 +15,7 @@ from rollbook.learner.config import ModelConfig
 from rollbook.learner.errors import BadSetting
 from rollbook.learner.trie import Trie, pack
 
-from . import attention
+from . import attention, segments
 from .head import Distribution, logprobs_and_entropies
 
 DTYPES = {
@@ -102,6 +102,8 @@ class TreeModel(nn.Module):
         self.model = model
         self.distribution = distribution
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.compute_dtype: torch.dtype | None = None  # where it is not that of the parameters (shards)
+        self.in_segments: bool | None = None  # trees in dense pieces; None: on a GPU, where they are few
         self.vocabulary, self.hidden = int(text.vocab_size), int(text.hidden_size)
         self.value_head: nn.Linear | None = None
         if has_values:
@@ -124,8 +126,8 @@ class TreeModel(nn.Module):
             hidden_PH,
             head.weight,
             head.bias,
-            predictor_E,
-            torch.as_tensor(trie.target_E, dtype=torch.int64, device=device),
+            trie.predictor_E,
+            trie.target_E,
             self.distribution,
         )
         return logprobs_E, entropies_P[predictor_E]
@@ -135,16 +137,20 @@ class TreeModel(nn.Module):
         config: Any = self.model.config
         is_blocked = device.type == "cuda" and config._attn_implementation == attention.NAME
         layout = pack(trie)
-        if is_blocked and not layout.is_causal:  # one long sequence: empty blocks cost nothing there
+        mask: Any = None
+        if not layout.is_causal and config._attn_implementation == attention.NAME:
+            mask = self._segments(trie, device)
+        if mask is not None:
+            layout = pack(trie, length=trie.n_nodes)
+        elif is_blocked and not layout.is_causal:  # one long sequence: empty blocks cost nothing there
             layout = pack(trie, length=_round_up(trie.n_nodes, 128 if trie.n_nodes < 8192 else 1024))
         position_BL = torch.as_tensor(layout.depth_BL, device=device)
         end_BL = torch.as_tensor(layout.end_BL, device=device)
-        mask: Any = None
         if layout.is_causal:
             position_BL = torch.arange(layout.shape[1], device=device).expand(layout.shape)
-        elif is_blocked:
+        elif mask is None and is_blocked:
             mask = attention.block_mask(end_BL)
-        else:
+        elif mask is None:
             mask = attention.dense_mask(end_BL)
             if config._attn_implementation == "eager":  # adds its mask to the scores
                 mask = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, -torch.inf)
@@ -158,6 +164,26 @@ class TreeModel(nn.Module):
         )
         hidden_NH: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden_NH[torch.as_tensor(layout.place_P, device=device)]
+
+    def _segments(self, trie: Trie, device: torch.device) -> segments.Segments | None:
+        """The trie as one sequence in dense pieces, if that is how it is computed."""
+        if self.in_segments is False or (self.in_segments is None and not self._has_fast_kernel(device)):
+            return None
+        layout = pack(trie, length=trie.n_nodes)
+        plan = segments.plan(layout.depth_BL[0], layout.end_BL[0], device)
+        if self.in_segments is None and plan.n_calls > segments.MOST_CALLS:
+            return None
+        return segments.Segments(plan, trie.n_nodes)
+
+    def _has_fast_kernel(self, device: torch.device) -> bool:
+        text: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        if getattr(text, "v_head_dim", None) is not None:  # values of another size than keys
+            return False
+        heads = int(text.num_attention_heads)
+        dim = getattr(text, "head_dim", None) or self.hidden // heads
+        key_heads = getattr(text, "num_key_value_heads", None) or heads
+        dtype = self.compute_dtype or next(self.parameters()).dtype
+        return segments.fast_kernel(heads, key_heads, int(dim), dtype, device) is not None
 
 
 def _round_up(n: int, to: int) -> int:

@@ -86,6 +86,7 @@ class ShardedBackend:
         self._name = f"shard-{len(team.names)}"
         self.local: Shard = team.make(self._name, *args, **kwargs)
         self.vocabulary, self.hidden, self.ranks = self.local.vocabulary, self.local.hidden, team.size
+        self.least_shared = self.local.least_shared
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
         shares = deal(list(tries), self.ranks, self.hidden)
@@ -161,6 +162,7 @@ class Shard(SingleBackend):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self.model.to(self.device)
+        self.model.compute_dtype = self.dtype
         self.masters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _judge(

@@ -75,6 +75,7 @@ class SingleBackend:
         distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
         self.model = TreeModel(model, distribution, has_values=has_values)
         self.vocabulary, self.hidden, self.ranks = self.model.vocabulary, self.model.hidden, 1
+        self.least_shared = 64 if self.device.type == "cuda" else 1
         self.masters: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self._split_precision(is_trained=optimizer is not None)

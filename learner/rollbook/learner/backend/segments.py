@@ -1,0 +1,356 @@
+"""Tree attention out of dense attention: no mask, only whole rectangles and triangles.
+
+A trie falls into segments, runs of tokens without a fork. A token sees its own segment up to itself (a triangle) and
+each segment above it whole (a rectangle: all tokens below a segment against that segment's keys). Both are what the
+fastest kernels do. A token's parts are put together by their log-sum-exp, as in ring attention; the backward pass gives
+every part the whole's output and log-sum-exp, from which each finds the true probabilities, so nothing is approximate.
+
+Shapes: [1, H, L, D] queries, [1, K, L, D] keys and values (K heads, grouped), [1, H, L] log-sum-exp.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from rollbook.learner.rows import Ints
+
+ALIKE = 0.8
+"""Segments share a batch of triangles if none is shorter than this part of the longest: the rest is padding."""
+
+MOST_CALLS = 48
+"""A trie in more pieces than this has its mask computed by FlexAttention instead: launches would cost more."""
+
+
+@dataclass(frozen=True)
+class Triangles:
+    """Segments of about one length, each against itself. One segment is a slice; several are gathered and padded."""
+
+    start: int
+    stop: int
+    index_BL: Tensor | None  # token of each place; a padded place repeats its segment's last token
+    place_N: Tensor | None  # b * L + l of the places that are none
+    token_N: Tensor | None  # their tokens
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries [below, stop) see keys [start, below) whole."""
+
+    start: int
+    below: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one packed sequence is computed."""
+
+    triangles: list[Triangles]
+    rectangles: list[Rectangle]
+
+    @property
+    def n_calls(self) -> int:
+        """Kernels launched in a forward pass."""
+        return len(self.triangles) + len(self.rectangles)
+
+
+class Segments(BlockMask):
+    """A plan in the place of a mask: models hand a four-dimensional mask on as it is."""
+
+    def __init__(self, plan: Plan, length: int) -> None:
+        self.plan = plan
+        self.length = length
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:  # type: ignore[override]
+        """Of the mask that this stands for."""
+        return 1, 1, self.length, self.length
+
+    def __repr__(self) -> str:
+        return f"Segments({self.plan.n_calls} calls, {self.length} tokens)"
+
+
+def plan(depth_L: Ints, end_L: Ints, device: torch.device) -> Plan:
+    """Segments of a sequence in depth-first order, from each token's depth and the end of its subtree."""
+    n = len(depth_L)
+    goes_on = (depth_L[1:] == depth_L[:-1] + 1) & (end_L[1:] == end_L[:-1])
+    starts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
+    stops = np.append(starts[1:], n)
+    rectangles = [Rectangle(int(a), int(b), int(end_L[a])) for a, b in zip(starts, stops, strict=True) if end_L[a] > b]
+    order = np.argsort(-(stops - starts), kind="stable")
+    triangles, alike = [], [int(order[0])]
+    for i in order[1:].tolist():
+        if stops[i] - starts[i] >= ALIKE * (stops[alike[0]] - starts[alike[0]]):
+            alike.append(i)
+        else:
+            triangles.append(_triangles(starts[alike], stops[alike], device))
+            alike = [i]
+    triangles.append(_triangles(starts[alike], stops[alike], device))
+    return Plan(triangles, rectangles)
+
+
+def _triangles(starts: Ints, stops: Ints, device: torch.device) -> Triangles:
+    if len(starts) == 1:
+        return Triangles(int(starts[0]), int(stops[0]), None, None, None)
+    length = int((stops - starts).max())
+    place = starts[:, None] + np.arange(length)
+    is_real = place < stops[:, None]
+    index = np.minimum(place, stops[:, None] - 1)
+    return Triangles(
+        int(starts[0]),
+        int(stops[0]),
+        torch.as_tensor(index, device=device),
+        torch.as_tensor(np.flatnonzero(is_real), device=device),
+        torch.as_tensor(index[is_real], device=device),
+    )
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float | None) -> Tensor:
+    """[1, H, L, D], as if each token had seen its path."""
+    apply: Any = _Attention.apply
+    out: Tensor = apply(query, key, value, plan, query.shape[-1] ** -0.5 if scale is None else scale)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
+        kernel = kernel_for(query, key)
+        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
+        rests = []
+        for part in plan.triangles:
+            got, got_lse, rest = kernel.forward(*(_gather(x, part) for x in (query, key, value)), True, scale)
+            _scatter(out, got, part)
+            _scatter(lse, got_lse, part)
+            rests.append(rest)
+        for cross in plan.rectangles:
+            q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
+            got, got_lse, rest = kernel.forward(query[:, :, q], key[:, :, kv], value[:, :, kv], False, scale)
+            merge(out[:, :, q], lse[:, :, q], got, got_lse)
+            rests.append(rest)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.plan, ctx.scale, ctx.kernel, ctx.rests = plan, scale, kernel, rests
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (grad,) = grads
+        query, key, value, out, lse = ctx.saved_tensors
+        plan, scale, kernel, rests = ctx.plan, ctx.scale, ctx.kernel, iter(ctx.rests)
+        slopes = [
+            torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+            for x in (query, key, value)
+        ]
+        for part in plan.triangles:
+            grad_part = _gather(grad, part)
+            if part.index_BL is not None:  # a padded place adds nothing
+                assert part.place_N is not None
+                is_real = grad.new_zeros(part.index_BL.numel()).index_fill_(0, part.place_N, 1.0)
+                grad_part = grad_part * is_real.view(len(part.index_BL), 1, -1, 1)
+            parts = (_gather(x, part) for x in (query, key, value, out, lse))
+            for slope, got in zip(slopes, kernel.backward(grad_part, *parts, next(rests), True, scale), strict=True):
+                _scatter(slope, got, part)
+        for cross in plan.rectangles:
+            q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
+            parts = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
+            got_q, got_k, got_v = kernel.backward(grad[:, :, q], *parts, next(rests), False, scale)
+            slopes[0][:, :, q] += got_q
+            slopes[1][:, :, kv] += got_k
+            slopes[2][:, :, kv] += got_v
+        return *slopes, None, None
+
+
+def _gather(x: Tensor, part: Triangles) -> Tensor:
+    """[B, H, L, ...] of the segments, from [1, H, L, ...]."""
+    if part.index_BL is None:
+        return x[:, :, part.start : part.stop]
+    if x.ndim == 3:
+        return x[0][:, part.index_BL.flatten()].view(x.shape[1], *part.index_BL.shape).transpose(0, 1)
+    flat = x.transpose(1, 2)[0].index_select(0, part.index_BL.flatten())
+    return flat.view(*part.index_BL.shape, *flat.shape[1:]).transpose(1, 2)
+
+
+def _scatter(x: Tensor, got: Tensor, part: Triangles) -> None:
+    if part.index_BL is None:
+        x[:, :, part.start : part.stop] = got
+        return
+    flat = got.transpose(1, 2).flatten(0, 1).index_select(0, part.place_N)
+    x.transpose(1, 2)[0].index_copy_(0, part.token_N, flat)
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    whole = torch.logaddexp(lse, more_lse)
+    out.copy_(out * (lse - whole).exp()[..., None] + more * (more_lse - whole).exp()[..., None])
+    lse.copy_(whole)
+
+
+_compiled_merge: Any = None
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Put two parts of a softmax together, in place. One kernel on a GPU."""
+    global _compiled_merge
+    if not out.is_cuda:
+        _merge(out, lse, more, more_lse)
+        return
+    if _compiled_merge is None:
+        _compiled_merge = torch.compile(_merge, dynamic=True)
+    _compiled_merge(out, lse, more, more_lse)
+
+
+# ---- what computes a triangle or a rectangle ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """forward(q, k, v, is_causal, scale) -> out, lse, rest.
+
+    backward(grad, q, k, v, out, lse, rest, is_causal, scale) -> the gradients of q, k and v.
+    """
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor, Any]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    scores = _scores(q, k, is_causal, scale)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp() @ _spread(v, q).to(scores.dtype)).to(q.dtype), lse, None
+
+
+def _plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _: Any, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
+    grad, out = grad.to(p.dtype), out.to(p.dtype)
+    slope = p * (grad @ _spread(v, q).to(p.dtype).mT - (grad * out).sum(-1, keepdim=True)) * scale
+    grad_q = slope @ _spread(k, q).to(p.dtype)
+    grad_k, grad_v = _fold(slope.mT @ q.to(p.dtype), k), _fold(p.mT @ grad, v)
+    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ _spread(k, q).to(wide).mT * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores
+
+
+def _spread(x: Tensor, like: Tensor) -> Tensor:
+    return x.repeat_interleave(like.shape[1] // x.shape[1], dim=1)
+
+
+def _fold(x: Tensor, like: Tensor) -> Tensor:
+    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    return out, lse[..., : q.shape[2]], rest[:6]
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, cu_k, max_q, max_k, seed, offset = rest
+    got: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, offset, scale=scale
+    )
+    return got[0], got[1], got[2]
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return out, lse.view(q.shape[:3]), rest[:6]
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    cu_q, cu_k, max_q, max_k, seed, offset = rest
+    got: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse.contiguous()[..., None], seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, is_causal,
+        scale=scale,
+    )  # fmt: skip
+    return got[0], got[1], got[2]
+
+
+def _repeating(kernel: Kernel) -> Kernel:
+    """The same for a kernel that does not know grouped heads."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+        return kernel.forward(q, _spread(k, q), _spread(v, q), is_causal, scale)
+
+    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grad_q, grad_k, grad_v = kernel.backward(grad, q, _spread(k, q), _spread(v, q), *others)
+        return grad_q, _fold(grad_k, k), _fold(grad_v, v)
+
+    return Kernel(f"{kernel.name}, repeated heads", forward, backward)
+
+
+PLAIN = Kernel("plain", _plain_forward, _plain_backward)
+CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward)
+FLASH = Kernel("flash", _flash_forward, _flash_backward)
+ON_GPU = (CUDNN, FLASH, _repeating(CUDNN), _repeating(FLASH))
+
+_chosen: dict[tuple[Any, ...], Kernel | None] = {}
+
+
+def kernel_for(query: Tensor, key: Tensor) -> Kernel:
+    """What computes these heads here."""
+    if not query.is_cuda:
+        return PLAIN
+    found = fast_kernel(query.shape[1], key.shape[1], query.shape[3], query.dtype, query.device)
+    assert found is not None
+    return found
+
+
+def fast_kernel(heads: int, key_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Kernel | None:
+    """The first kernel that works for such heads on this GPU and agrees with the plain computation."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    kind = (heads, key_heads, dim, dtype, device)
+    if kind not in _chosen:
+        _chosen[kind] = next((kernel for kernel in ON_GPU if error_of(kernel, *kind) < 0.02), None)
+    return _chosen[kind]
+
+
+@torch.no_grad()
+def error_of(kernel: Kernel, heads: int, key_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Largest relative error of output and gradients against the plain computation; infinite if it cannot run."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    worst = 0.0
+    for is_causal, n_q, n_k in ((True, 192, 192), (False, 320, 192)):
+
+        def draw(n: int, n_heads: int) -> Tensor:
+            made = torch.randn(2, n, n_heads, dim, generator=generator, device=device, dtype=torch.float32)
+            return made.to(dtype).transpose(1, 2)
+
+        q, k, v, grad = draw(n_q, heads), draw(n_k, key_heads), draw(n_k, key_heads), draw(n_q, heads)
+        scale = dim**-0.5
+        out, lse, _ = PLAIN.forward(q, k, v, is_causal, scale)
+        expected = (out, lse, *PLAIN.backward(grad, q, k, v, out, lse, None, is_causal, scale))
+        try:
+            mine, mine_lse, rest = kernel.forward(q, k, v, is_causal, scale)
+            got = (mine, mine_lse, *kernel.backward(grad, q, k, v, mine, mine_lse, rest, is_causal, scale))
+        except (RuntimeError, TypeError):  # no such kernel for these heads, this card or this torch
+            return float("inf")
+        for one, other in zip(got, expected, strict=True):
+            worst = max(
+                worst,
+                float("inf")
+                if one.isnan().any()
+                else float((one.float() - other.float()).norm() / other.float().norm()),
+            )
+    return worst
