@@ -110,6 +110,7 @@ def _triangles(starts: Ints, stops: Ints, device: torch.device) -> Triangles:
     )
 
 
+@torch.compiler.disable
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float | None) -> Tensor:
     """[1, H, L, D], as if each token had seen its path."""
     apply: Any = _Attention.apply
