@@ -67,7 +67,7 @@ class Segments(BlockMask):
         self.length = length
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:  # type: ignore[override]
+    def shape(self) -> tuple[int, int, int, int]:
         """Of the mask that this stands for."""
         return 1, 1, self.length, self.length
 
@@ -160,8 +160,8 @@ class _Attention(torch.autograd.Function):
                 _scatter(slope, got, part)
         for cross in plan.rectangles:
             q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
-            parts = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
-            got_q, got_k, got_v = kernel.backward(grad[:, :, q], *parts, next(rests), False, scale)
+            views = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
+            got_q, got_k, got_v = kernel.backward(grad[:, :, q], *views, next(rests), False, scale)
             slopes[0][:, :, q] += got_q
             slopes[1][:, :, kv] += got_k
             slopes[2][:, :, kv] += got_v
@@ -179,7 +179,7 @@ def _gather(x: Tensor, part: Triangles) -> Tensor:
 
 
 def _scatter(x: Tensor, got: Tensor, part: Triangles) -> None:
-    if part.index_BL is None:
+    if part.place_N is None or part.token_N is None:
         x[:, :, part.start : part.stop] = got
         return
     flat = got.transpose(1, 2).flatten(0, 1).index_select(0, part.place_N)
