@@ -61,8 +61,9 @@ class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = "default"  # the name that replies carry where the client named none
     history: History = "template"  # where the template rewrites history: follow it, or keep the tokens (`exact`)
-    tool_parser: str = "auto"  # how it writes calls: hermes, json, llama, mistral, none; auto: as its template shows
-    reasoning_parser: str = "auto"  # how it writes its thoughts: think, none; auto
+    # How it writes calls: hermes, json, llama, mistral, none; auto: as its template shows; see also outside.py.
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"  # how it writes its thoughts: think, none; auto; see also outside.py
     template: dict[str, Any] = {}  # variables that the chat template gets with every request
     rules: Rules = DEFAULT_RULES  # what is left out of a message's identity
     memory: int = 64 << 20  # bytes, about, that open episodes keep; above it the ones used least recently sleep
@@ -525,8 +526,8 @@ class Capture:
     def _reader(self, request: Request, prompt_ids: Int32s, sampling: Sampling) -> Reader:
         chain: list[Parser] = []
         if request.dialect != "completions":
-            has_tools = bool(request.tools) and request.tool_choice != "none"
-            chain = self.renderer.parsers(prompt_ids, has_tools=has_tools)
+            tools = [] if request.tool_choice == "none" else request.tools
+            chain = self.renderer.parsers(prompt_ids, tools)
         return Reader(
             self.renderer.vocabulary,
             stop=request.stop,

@@ -15,7 +15,7 @@ import msgspec
 
 from rollbook.store.events import Float32s, Int32s, new_event_id
 
-from .request import Piece, ToolCall
+from .request import Piece, Tool, ToolCall
 from .tokenizer import Tokenizer
 
 
@@ -46,6 +46,14 @@ class Arguments(msgspec.Struct, frozen=True):
 Segment = Text | Reasoning | CallBegun | Arguments
 
 
+class Scene(msgspec.Struct, frozen=True):
+    """What a reply answers, for parsers that want to know. is_thinking: the prompt has begun a thought."""
+
+    is_thinking: bool = False
+    tools: Sequence[Tool] = ()
+    prompt: Callable[[], str] = str
+
+
 class Parser(Protocol):
     """Reads a reply's text piece by piece; what it returns does not depend on where the pieces were cut."""
 
@@ -64,6 +72,10 @@ class Parser(Protocol):
     def end(self) -> list[Segment]:
         """What was held back, now that nothing follows."""
         ...
+
+
+NewParser = Callable[[Scene], Parser]
+"""Makes one for each reply."""
 
 
 def _held(text: str, mark: str) -> int:

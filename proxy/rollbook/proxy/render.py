@@ -13,7 +13,7 @@ rendering small conversations whole and by stand-in; and again at turns 8, 16, 3
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +23,7 @@ from xxhash import xxh3_64_hexdigest
 from rollbook.store.events import Edge, Int32s
 from rollbook.store.tree import Match, canonical_json, classify, text_of
 
+from . import outside
 from .engine import Call, Form
 from .errors import BadRequest
 from .form import CALL_WRITINGS, schema_of
@@ -31,7 +32,9 @@ from .parsing import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     Cut,
+    NewParser,
     Parser,
+    Scene,
     Vocabulary,
     new_call_id,
     read_text,
@@ -190,7 +193,8 @@ class Renderer:
         reasoning_parser: str = "auto",
         variables: dict[str, Any] | None = None,
     ) -> None:
-        """tool_parser, reasoning_parser: a name from parsing.py, `none`, or `auto`: what template and vocabulary show.
+        """tool_parser, reasoning_parser: a name from parsing.py or outside.py, `none`, or `auto`: what template and
+        vocabulary show.
         variables: given to the template with every request. Raises ValueError for a name that nobody knows."""
         self.tokenizer = tokenizer
         self.vocabulary = Vocabulary(tokenizer)
@@ -203,8 +207,15 @@ class Renderer:
         if reasoning_parser == "auto":
             reasoning_parser = "think" if "<think>" in shown or "<think>" in tokenizer.added else "none"
         self.tool_parser = tool_parser
-        self._new_tool_parser = _chosen("tool_parser", tool_parser, TOOL_PARSERS)
-        self._new_reasoning_parser = _chosen("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+        self._reads_all = tool_parser == "transformers"  # thoughts as well as calls
+        if self._reads_all:
+            reasoning_parser = "none"
+        self._new_tool_parser = outside.tool_parser(tool_parser, tokenizer) or _chosen(
+            "tool_parser", tool_parser, {name: _plain_parser(make) for name, make in TOOL_PARSERS.items()}
+        )
+        self._new_reasoning_parser = outside.reasoning_parser(reasoning_parser, tokenizer) or _chosen(
+            "reasoning_parser", reasoning_parser, {name: _thinker(make) for name, make in REASONING_PARSERS.items()}
+        )
         self._knows_developer = "developer" in shown
         self._checks: dict[Ways, Check] = {}
         self._heads: dict[str, Int32s] = {}
@@ -270,13 +281,17 @@ class Renderer:
             reasoning = reasoning or (role == "assistant" and _thinks(message))
         return Ways(system, bool(tools), calls, reasoning, _spelled(variables))
 
-    def parsers(self, prompt_ids: Int32s, *, has_tools: bool) -> list[Parser]:
+    def parsers(self, prompt_ids: Int32s, tools: Sequence[Tool]) -> list[Parser]:
         """Fresh parsers for one reply. The prompt's end shows whether the template has opened a thought."""
+        is_thinking = self._new_reasoning_parser is not None and self._is_thinking(prompt_ids)
+        return self._chain(Scene(is_thinking, tools, partial(self.tokenizer.decode, prompt_ids)))
+
+    def _chain(self, scene: Scene) -> list[Parser]:
         chain: list[Parser] = []
         if self._new_reasoning_parser is not None:
-            chain.append(self._new_reasoning_parser(is_open=self._is_thinking(prompt_ids)))
-        if has_tools and self._new_tool_parser is not None:
-            chain.append(self._new_tool_parser())
+            chain.append(self._new_reasoning_parser(scene))
+        if self._new_tool_parser is not None and (scene.tools or self._reads_all):
+            chain.append(self._new_tool_parser(scene))
         return chain
 
     def form(self, prompt_ids: Int32s, request: Request) -> Form | None:
@@ -309,13 +324,7 @@ class Renderer:
     @cached_property
     def _call_writing(self) -> tuple[str, str]:
         """What a call has before its arguments, the name as `_NAME`, and after them."""
-        usual = CALL_WRITINGS.get(self.tool_parser)
-        if usual is None:
-            raise BadRequest(
-                f"tool_choice asks for a call, and how this model writes one ({self.tool_parser}) is not JSON between "
-                "fixed marks, which is what an answer can be held to; use auto",
-                param="tool_choice",
-            )
+        usual = CALL_WRITINGS.get(self.tool_parser.removeprefix("vllm:"))
         call = {"id": "c", "type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
         told: list[Message] = [{"role": "user", "content": "u"}]
         then = self._write(told, _SOME_TOOL, None)
@@ -324,8 +333,20 @@ class Renderer:
         first, last = now.find(_MARK, len(then)), now.rfind(_MARK)
         begin = now[len(then) : now.rfind("{", 0, last)].lstrip()
         end = now[now.find("}", last) + 1 :].partition(self._end or "\0")[0].rstrip()
-        is_known = now.startswith(then) and first < last and begin.startswith(usual[0][:8]) and f'"{_MARK}"' in begin
-        return (begin.replace(f'"{_MARK}"', _NAME), end) if is_known else usual
+        if (
+            now.startswith(then)
+            and first < last
+            and f'"{_MARK}"' in begin
+            and (begin.startswith(usual[0][:8]) if usual else self._new_tool_parser is not None)
+        ):
+            return begin.replace(f'"{_MARK}"', _NAME), end
+        if usual is None:
+            raise BadRequest(
+                f"tool_choice asks for a call, and how this model writes one ({self.tool_parser}) is not JSON between "
+                "fixed marks, which is what an answer can be held to; use auto",
+                param="tool_choice",
+            )
+        return usual
 
     def _is_thinking(self, prompt_ids: Int32s) -> bool:
         """Whether the template has opened a thought at the prompt's end."""
@@ -550,12 +571,8 @@ class Renderer:
         if tail is None or not now.endswith(tail.end + tail.after):
             return None, rewritten
         written = now[len(then) : len(now) - len(tail.end + tail.after)]
-        chain: list[Parser] = []
-        if self._new_reasoning_parser is not None:
-            chain.append(self._new_reasoning_parser(is_open=then.rstrip().endswith("<think>")))
-        if self._new_tool_parser is not None:
-            chain.append(self._new_tool_parser())
-        content, reasoning, calls = read_text(written, chain)
+        scene = Scene(then.rstrip().endswith("<think>"), tools or _SOME_TOOL, partial(str, then))
+        content, reasoning, calls = read_text(written, self._chain(scene))
         reply = told[at]
         if (reasoning or "").strip() != reply.get("reasoning_content", "").strip():
             return None, rewritten
@@ -695,11 +712,22 @@ def _spelled(variables: dict[str, Any] | None) -> str:
     return msgspec.json.encode(variables, order="sorted").decode() if variables else ""
 
 
-def _chosen(setting: str, name: str, known: dict[str, Any]) -> Any:
+def _plain_parser(make: Callable[[], Parser]) -> NewParser:
+    return lambda scene: make()
+
+
+def _thinker(make: Callable[..., Parser]) -> NewParser:
+    return lambda scene: make(is_open=scene.is_thinking)
+
+
+def _chosen(setting: str, name: str, known: dict[str, NewParser]) -> NewParser | None:
     if name == "none":
         return None
     if name not in known:
-        raise ValueError(f"{setting} is {name!r}, but the ones there are: {', '.join(sorted(known))}, none, auto")
+        raise ValueError(
+            f"{setting} is {name!r}, but the ones there are: {', '.join(sorted(known))}, none, auto, vllm:NAME"
+            f"{', transformers' if setting == 'tool_parser' else ''}"
+        )
     return known[name]
 
 

@@ -18,6 +18,7 @@ import abc
 import asyncio
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -62,6 +63,9 @@ REST_S = 30.0
 
 Upstream = tuple[Int32s, Float32s, str | None]
 """A piece as the server sends it: ids, logprobs, and the server's word for why it ended, in the last one."""
+
+_ABOUT_FORMS = re.compile("grammar|schema|structur", re.IGNORECASE)
+"""Servers find out late that they cannot follow a form, and call it an error of their own."""
 
 _TETHER = Path(__file__).with_name("tether.py")
 _ENDINGS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
@@ -367,6 +371,10 @@ class ServedEngine(abc.ABC):
                         if ending:
                             return
             except (Broken, aiohttp.ClientError) as error:
+                if form is not None and n == 0 and _ABOUT_FORMS.search(str(error)) and await self._is_alive():
+                    raise BadRequest(
+                        f"{self.name} cannot hold an answer to this form: {error}", param="response_format"
+                    ) from error
                 await self._recover(life, breaks + 1, error)
                 breaks += 1
                 continue

@@ -46,11 +46,13 @@ class Tokenizer:
         specials: dict[str, Any],
         eos_ids: tuple[int, ...],
         max_length: int | None,
+        response_template: dict[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.chat_template = chat_template
         self.eos_ids = eos_ids
         self.max_length = max_length
+        self.response_template = response_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -96,6 +98,7 @@ class Tokenizer:
             specials=specials,
             eos_ids=tuple(ids),
             max_length=int(limit) if limit is not None and limit < _NO_LIMIT else None,
+            response_template=config.get("response_template"),
         )
 
     def encode(self, text: str) -> Int32s:
