@@ -643,6 +643,8 @@ _EXTRAS = {
     "uvicorn": "serve",
     "tokenizers": "serve",
     "jinja2": "serve",
+    "prometheus_client": "serve",
+    "opentelemetry": "tracing",
     "agents": "agents-openai",
     "openai": "agents-openai",
     "math_verify": "math",

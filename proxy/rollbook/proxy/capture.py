@@ -39,10 +39,12 @@ from rollbook.store.tree import DEFAULT_RULES, Match, Rules, TreeIndex
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, FinishReason, Generation, Sampled, Sampling, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, NotFound, ProxyError
 from .forks import Fork
+from .metrics import Metrics
 from .parsing import Cut, Parser, Reader
 from .render import History, Path, Renderer, Turn, Ways, thoughts_in
 from .replay import Recorded
 from .request import Message, Piece, Reply, Request, Tool, ToolCall
+from .spans import Spans
 from .tokenizer import Tokenizer
 
 _ID_PREFIX = {"chat": "chatcmpl", "responses": "resp", "messages": "msg", "completions": "cmpl"}
@@ -239,11 +241,15 @@ class Capture:
         tokenizer: Tokenizer,
         run_id: str,
         settings: CaptureSettings | None = None,
+        metrics: Metrics | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self._log = log
         self._engine = engine
         self._tokenizer = tokenizer
         self._run_id = run_id
+        self._metrics = metrics
+        self._spans = spans
         self._settings = settings = settings or CaptureSettings()
         self.renderer = Renderer(
             tokenizer,
@@ -599,8 +605,23 @@ class Capture:
         node = self._remember(episode, event, fact, None, said=said, cut=cut, tools=request.tools, told=match.messages)
         self._keep_path(node, prompt.path.plus(call.output_ids))
         positions = await self._log.append(event, *also)
+        self._count(call, prompt)
         if self._log.writer is not None:
             node.place = episode.places[node.interaction_id] = (self._log.writer, positions[0])
+
+    def _count(self, call: "_Call", prompt: _Prompt) -> None:
+        """An answer is durable."""
+        if self._metrics is None:
+            return
+        committed = time.perf_counter() - call.started - call.seconds  # since the last token
+        self._metrics.commit.add(committed)
+        if call.repeated is not None:
+            self._metrics.repeated += 1
+            return
+        n_prompt = len(prompt.ids)
+        self._metrics.sampled(n_prompt, prompt.shared, call.n_output, call.seconds, call.first_token_seconds)
+        if self._spans is not None:
+            self._spans.sampled(seconds=call.seconds, first_token=call.first_token_seconds, committed=committed)
 
     async def _record_failure(
         self,

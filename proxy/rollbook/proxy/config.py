@@ -131,4 +131,5 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
     body_s: float = 30.0  # to send the whole request body
+    tracing: bool = False  # OpenTelemetry spans of model calls, to whatever SDK the process has set up
     stop_s: float = 5.0  # how long answers in progress may take to finish when the server stops

@@ -31,7 +31,7 @@ from litestar.exceptions import HTTPException
 from litestar.params import FromPath
 from litestar.types import ASGIApp
 
-from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError
+from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError, __version__
 from rollbook.store.book import Book
 from rollbook.store.views import Views
 
@@ -58,10 +58,12 @@ from .errors import (
 )
 from .events import HANDLERS as EVENTS
 from .listener import Protocol, Server, bind
+from .metrics import Exposition, Metrics, exposition
 from .parsing import Vocabulary
 from .reading import HANDLERS as READING
 from .request import Piece
 from .sessions import Session, Sessions
+from .spans import Spans
 from .tokenizer import Tokenizer
 from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body, watch
 
@@ -97,6 +99,8 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
+        self.metrics = Metrics()
+        self.spans = Spans() if config.tracing else None
         self._book = book
         self._views: Views | None = None  # our own, where nobody gave a book
         self._reading = threading.Lock()
@@ -106,6 +110,8 @@ class Service:
             tokenizer=tokenizer,
             run_id=config.run_id,
             settings=capture or CaptureSettings(model=config.model),
+            metrics=self.metrics,
+            spans=self.spans,
         )
         self.sessions = Sessions(log, self.capture, config, admin_key=self.admin_key)
         self.calls = Calls(self.capture, self.sessions, config)
@@ -210,10 +216,13 @@ def is_weak(key: str) -> bool:
 
 async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one model call, streamed or whole."""
+    began = time.perf_counter()
     client: Client | None = None
+    status, wrong = 500, None
+    headers = dict(scope["headers"])
+    span = None if service.spans is None else service.spans.begin(dialect.name, headers)
     try:
         _require_post(scope)
-        headers = dict(scope["headers"])
         session = service.sessions.require_open(bearer(headers))
         config = service.config
         body = await read_body(headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
@@ -227,14 +236,20 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
             request = msgspec.structs.replace(request, role=role.decode("latin-1"))
         client = service.calls.begin(session, request)
         await _serve_call(client, dialect, scope, receive, send, config)
+        status, wrong = (499 if client.has_left else 200), client.call.error
     except ClientGone:
-        pass
+        status = 499
     except ProxyError as error:
+        wrong = error
         status, refusal = dialect.refuse(error)
         await answer(send, status, refusal, error_headers(error))
     finally:
         if client is not None:
             service.calls.finish(client)
+        kind = None if wrong is None else type(wrong).__name__
+        service.metrics.answered(dialect.name, status, kind, time.perf_counter() - began)
+        if span is not None and service.spans is not None:
+            service.spans.end(span, dialect.name, client, status, wrong)
 
 
 async def _serve_call(
@@ -489,6 +504,29 @@ async def health(service: Served) -> Response[dict[str, Any]]:
     )
 
 
+@get(["/metrics", "/v1/metrics"])
+async def metrics(request: AnyRequest, service: Served) -> Response[bytes]:
+    """What was counted and how things stand, for Prometheus."""
+    engine = await service.engine.health()
+    open_ = service.sessions.open
+    info = {
+        "version": __version__,
+        "engine": type(service.engine).__name__.removesuffix("Engine").lower(),
+        "model": engine.model,
+        "run_id": service.config.run_id,
+    }
+    gauges = {
+        "sessions_open": ("Sessions that are open", float(len(open_))),
+        "calls_running": ("Model calls in progress", float(service.calls.running)),
+        "calls_waiting": ("Model calls that wait for their turn", float(sum(one.waiting for one in open_))),
+        "permits_free": ("Permits that nobody took", float(service.sessions.capacity())),
+    }
+    content, kind = exposition(
+        Exposition(service.metrics, engine, info, gauges), request.headers.get("accept", "text/plain")
+    )
+    return Response(content, media_type=kind)
+
+
 @get(["/models", "/v1/models"])
 async def models(request: AnyRequest, service: Served) -> dict[str, Any]:
     """The policy, under the name that the server gives it; requests may use any other."""
@@ -568,6 +606,7 @@ HANDLERS = [
     post_weights,
     get_weights,
     health,
+    metrics,
     models,
     model,
     *READING,
