@@ -63,6 +63,8 @@ class FakeVLLM:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
     has_forms: bool = True
+    has_lora: bool = True
+    adapters: dict[str, str] = field(default_factory=dict)  # folder by name
     limit_name = "max_tokens"
 
     def __post_init__(self) -> None:
@@ -73,6 +75,7 @@ class FakeVLLM:
     def _restart(self) -> None:
         self.weights = self.model.name
         self.version = "default"
+        self.adapters.clear()
         self._aborts: dict[str, asyncio.Event] = {}
         self._transports: set[asyncio.Transport] = set()
         self._thawed = asyncio.Event()
@@ -103,6 +106,9 @@ class FakeVLLM:
                 web.post("/reset_prefix_cache", self._reset),
                 web.get("/server_info", self._server_info),
             ]
+        if self.has_lora:
+            routes.append(web.post("/v1/load_lora_adapter", self._load_lora))
+            routes.append(web.post("/v1/unload_lora_adapter", self._unload_lora))
         if self.is_dev and self.has_versions:
             routes += [web.post("/update_weight_version", self._set_version), web.get("/weight_info", self._info)]
         return routes
@@ -167,6 +173,21 @@ class FakeVLLM:
         self.weights = path.name
         return web.json_response({"results": [None]})
 
+    async def _load_lora(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        path = Path(body["lora_path"])
+        self.calls.append(f"load {body['lora_name']}")
+        if (path / "poison").exists():
+            return self._refuse("rank 64 is larger than max_lora_rank 16")
+        self.adapters[body["lora_name"]] = path.name
+        return web.Response(text=f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
+
+    async def _unload_lora(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        self.calls.append(f"unload {name}")
+        del self.adapters[name]
+        return web.Response(text="Success")
+
     async def _reset(self, request: web.Request) -> web.Response:
         self.calls.append("reset")
         return web.json_response({"success": True})
@@ -213,6 +234,7 @@ class FakeVLLM:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         ids, reason = list(prompt), None
+        weights = self.adapters.get(body.get("model", ""), "")
         try:
             while reason is None:
                 waiting = [asyncio.ensure_future(event.wait()) for event in (aborted, self._thawed)]
@@ -223,7 +245,7 @@ class FakeVLLM:
                     await self._event(answer, [], [], "abort")
                     break
                 await asyncio.sleep(self.token_s)
-                token, logprob = next_token(self.weights, ids)
+                token, logprob = next_token(self.weights + weights, ids)
                 logprob = self._logprob(logprob, sampling)
                 ids.append(token)
                 if token in sampling["stop_token_ids"]:

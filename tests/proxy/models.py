@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -58,3 +60,24 @@ def misfits(model: Path, base: Path) -> dict[str, Path]:
     (base / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (base / "empty").mkdir()
     return {path.name: path for path in sorted(base.iterdir())}
+
+
+def tiny_adapter(model: Path, folder: Path, *, seed: int = 0, scale: float = 0.3) -> Path:
+    """A LoRA adapter of `model`, as peft writes it, that changes what it says."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's, about transformers
+        changed = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+        for name, parameter in changed.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0.0, scale)
+        changed.save_pretrained(folder)
+    return folder
+
+
+def adapted(model: Path, adapter: Path) -> Any:
+    """The model as peft adapts it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)

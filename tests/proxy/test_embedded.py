@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of, until_idle
-from proxy.models import misfits, tiny_family, tiny_model
+from proxy.models import adapted, misfits, tiny_adapter, tiny_family, tiny_model
 from rollbook.proxy.embedded import EmbeddedEngine
 from rollbook.proxy.engine import Engine, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
@@ -400,3 +400,42 @@ async def test_too_little_cache_says_how_much_is_needed(folder: Path) -> None:
     with pytest.raises(EngineUnavailable, match="at least 98304"):
         async with EmbeddedEngine(folder, device="cpu", cache_bytes=1000):
             pass
+
+
+@pytest.mark.anyio
+async def test_an_adapter_answers_as_peft_has_it_and_each_token_has_its_version(folder: Path, tmp_path: Path) -> None:
+    adapter = tiny_adapter(folder, tmp_path / "adapter")
+    with_adapter = adapted(folder, adapter)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
+        pieces = []
+        async with aclosing(engine.generate(generation(PROMPT, max_tokens=40, seed=1))) as stream:
+            async for piece in stream:
+                pieces.append(piece)
+                if len(pieces) == 10:
+                    await engine.load_weights(str(adapter), 4)
+        output, got = ids_of(pieces), np.array(logprobs_of(pieces))
+        versions = np.array([piece.version for piece in pieces for _ in piece.ids])
+        assert set(versions) == {0, 4}
+        for version, model in ((0, base), (4, with_adapter)):
+            logits = dense_logits(model, PROMPT + output, len(output))
+            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(output)[:, None])[:, 0].numpy()
+            assert np.allclose(got[versions == version], expected[versions == version], atol=1e-3)
+            assert not np.allclose(got[versions != version], expected[versions != version], atol=1e-2)
+        # The next adapter is of the base as well, not of what the last one made of it.
+        await engine.load_weights(str(adapter), 5)
+        logits = dense_logits(with_adapter, [*PROMPT, 3], 1)
+        again = await collect(engine, generation(PROMPT, max_tokens=1, temperature=0.0))
+        assert logprobs_of(again)[0] == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-3)
+
+
+@pytest.mark.anyio
+async def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    adapter = tiny_adapter(folder, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, adapter / "adapter_model.safetensors")
+    async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
+        with pytest.raises(EngineFailed, match="does not fit the running model"):
+            await engine.load_weights(str(adapter), 1)
+        assert (await engine.health()).version == 0

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
 from proxy.fake_vllm import FakeVLLM, answer, serving, until
-from proxy.models import misfits, tiny_model
+from proxy.models import misfits, tiny_adapter, tiny_model
 from rollbook.proxy.checkpoint import check_fits, is_tied, write_untied
 from rollbook.proxy.engine import Call, Engine, Form, Sampled
 from rollbook.proxy.errors import BadRequest, EngineFailed, EngineUnavailable
@@ -311,3 +311,57 @@ async def test_new_weights_wait_for_a_form_and_one_that_is_interrupted_is_to_be_
                 await engine.load_weights(str(folder), 0)
             assert outcomes.pop() == expected
             fake.prompts.clear()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("has_generate", [True, False], ids=["generate", "completions"])
+async def test_an_adapter_is_taken_without_a_pause_and_each_answer_keeps_its_version(
+    folder: Path, tmp_path: Path, has_generate: bool
+) -> None:
+    one, two = (tiny_adapter(folder, tmp_path / name, seed=n) for n, name in enumerate(("one", "two")))
+    fake = FakeVLLM(folder, has_generate=has_generate)
+    async with engine_on(fake, start_s=5) as engine:
+        answers: dict[int, list[Sampled]] = {}
+
+        async def ask(n: int) -> None:
+            answers[n] = await collect(engine, generation([5, n], str(n), max_tokens=60))
+
+        async with anyio.create_task_group() as tasks:
+            for version, adapter in ((0, None), (1, one), (2, two)):
+                if adapter is not None:
+                    await engine.load_weights(str(adapter), version)
+                tasks.start_soon(ask, version)
+                await until(lambda v=version: [5, v] in fake.prompts)
+        assert not {"pause", "abort", "resume"} & set(fake.calls)
+        for version, name in ((0, "base"), (1, "baseone"), (2, "basetwo")):
+            assert {piece.version for piece in answers[version]} == {version}
+            assert ids_of(answers[version]) == answer(name, [5, version], 60)
+        await engine.load_weights(str(one), 3)
+        assert fake.adapters == {"v3": "one"}, "those that nobody uses are gone"
+        # After a death the newest is there again.
+        fake.dies_after = 10
+
+        async def bring_back() -> None:
+            await until(lambda: fake.dies_after is None)
+            await anyio.sleep(0.3)
+            await fake.live()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(bring_back)
+            pieces = await collect(engine, generation([7], max_tokens=30))
+        assert (ids_of(pieces), {piece.version for piece in pieces}) == (answer("baseone", [7], 30), {3})
+
+
+@pytest.mark.anyio
+async def test_an_adapter_that_does_not_load_leaves_the_old_weights_answering(folder: Path, tmp_path: Path) -> None:
+    bad = tiny_adapter(folder, tmp_path / "bad")
+    (bad / "poison").touch()
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        with pytest.raises(EngineFailed, match=r"max_lora_rank 16.*--enable-lora"):
+            await engine.load_weights(str(bad), 1)
+        pieces = await collect(engine, generation([4], max_tokens=10))
+        assert (ids_of(pieces), pieces[0].version) == (answer("base", [4], 10), 0)
+        (bad / "adapter_config.json").write_text('{"peft_type": "IA3", "lora_alpha": 1, "r": 1}')
+        with pytest.raises(EngineFailed, match="not plain LoRA"):
+            await engine.load_weights(str(bad), 1)

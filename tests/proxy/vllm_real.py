@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
+from proxy.models import adapted, tiny_adapter
 from rollbook.app.models import prepare_model
 from rollbook.proxy.engine import Call, Engine, Form, Sampled
 from rollbook.proxy.errors import BadRequest
@@ -35,6 +36,7 @@ from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.vllm import VLLMEngine
 
 ARGS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "64")
+ARGS += ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
 ENV = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "auto"}
 PROMPT = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
 
@@ -184,6 +186,39 @@ async def test_weights_change_under_running_requests_and_every_label_is_true(
             expected = np.array(dense_logprobs(model, [*PROMPT, 20 + n], output))
             assert np.allclose(got[versions == version], expected[versions == version], atol=1e-3)
             assert not np.allclose(got[versions != version], expected[versions != version], atol=1e-2)
+
+
+@pytest.mark.anyio
+async def test_adapters_answer_by_version_without_a_pause(engine: VLLMEngine, folder: Path, tmp_path: Path) -> None:
+    adapters = [tiny_adapter(folder, tmp_path / str(n), seed=n, scale=0.02) for n in (1, 2)]
+    models = {n: adapted(folder, adapter) for n, adapter in enumerate(adapters, 1)}
+    models[0] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    answers: dict[int, list[Sampled]] = {n: [] for n in range(3)}
+
+    async def ask(n: int) -> None:
+        async with aclosing(engine.generate(generation([*PROMPT, 40 + n], str(n), max_tokens=40, seed=n))) as pieces:
+            async for piece in pieces:
+                answers[n].append(piece)
+
+    async with anyio.create_task_group() as tasks:
+        for n in range(3):
+            if n:
+                since = time.monotonic()
+                await engine.load_weights(str(adapters[n - 1]), n)
+                print(f"adapter {n} took {time.monotonic() - since:.2f} s")
+            tasks.start_soon(ask, n)
+            with anyio.fail_after(60):
+                while not answers[n]:  # noqa: ASYNC110
+                    await anyio.sleep(0.01)
+    for n, pieces in answers.items():
+        assert {piece.version for piece in pieces} == {n}
+        differences = {}
+        for version, model in models.items():
+            expected = dense_logprobs(model, [*PROMPT, 40 + n], ids_of(pieces))
+            differences[version] = np.abs(np.subtract(logprobs_of(pieces), expected)).max()
+        print("largest difference by model", differences)
+        assert differences[n] < 5e-3
+        assert all(differences[other] > 2e-2 for other in differences if other != n)
 
 
 @pytest.mark.anyio

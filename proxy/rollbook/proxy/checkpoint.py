@@ -124,3 +124,51 @@ def check_fits(model: Path, weights: Path) -> None:
                 f"the weights in {weights} do not fit the running model: the folder {what} {len(odd)} tensors, first "
                 f"{odd[0]}; the old weights stay"
             )
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter as peft writes it: W + scale * B A for each of its modules."""
+
+    peft_type: str
+    lora_alpha: float
+    r: int
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    modules_to_save: list[str] | None = None
+
+    @property
+    def scale(self) -> float:
+        return float(self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r))
+
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder has a peft adapter instead of whole weights."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """What an adapter is, its file whole. Raises EngineFailed for what only peft itself could apply."""
+    try:
+        adapter = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=Adapter)
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineFailed(f"could not read the adapter in {folder}: {error}; the old weights stay") from error
+    odd = [
+        name
+        for name in ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+        if getattr(adapter, name)
+    ]
+    if adapter.peft_type != "LORA" or adapter.bias != "none" or odd:
+        what = adapter.peft_type if adapter.peft_type != "LORA" else ", ".join(odd) or f"bias={adapter.bias}"
+        raise EngineFailed(f"the adapter in {folder} is not plain LoRA ({what}); publish whole weights instead")
+    shapes = read_shapes(folder)
+    halves = {name.rpartition(".lora_")[0] for name in shapes if ".lora_A." in name or ".lora_B." in name}
+    if not halves or len(shapes) != 2 * len(halves):
+        raise EngineFailed(f"the adapter in {folder} has {len(shapes)} tensors, expected a lora_A and a lora_B each")
+    return adapter

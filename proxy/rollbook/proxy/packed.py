@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from rollbook.store.events import Int32s
 
-from .checkpoint import check_fits, read_shapes
+from .checkpoint import ADAPTER, check_fits, is_adapter, read_adapter, read_shapes
 from .errors import EngineFailed, EngineUnavailable
 from .kv import KVShape, Rows
 
@@ -245,7 +245,12 @@ class PackedModel:
             )
 
     def read_checkpoint(self, path: Path) -> dict[str, torch.Tensor]:
-        """All weights of the model from a folder of safetensors, checked, in memory. Raises EngineFailed."""
+        """All weights of the model from a folder of safetensors, checked, in memory. Raises EngineFailed.
+
+        From a folder with a LoRA adapter: the model's own weights, the adapter merged into them.
+        """
+        if is_adapter(path):
+            return self._read_adapter(path)
         if self._is_merged:
             return self._read_merged(path)
         old = "the old weights stay"
@@ -275,6 +280,27 @@ class PackedModel:
                 f"the weights in {path} do not fit the running model: {len(missing)} of its {len(self._parameters)} "
                 f"tensors are missing, first {missing[0]}; {old}"
             )
+        return tensors
+
+    def _read_adapter(self, path: Path) -> dict[str, torch.Tensor]:
+        adapter = read_adapter(path)
+        tensors = self.read_checkpoint(self._path)
+        with safe_open(path / ADAPTER, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if ".lora_A." not in name:
+                    continue
+                target = name.removeprefix("base_model.model.").partition(".lora_A.")[0] + ".weight"
+                down, up = (
+                    opened.get_tensor(name).float(),
+                    opened.get_tensor(name.replace(".lora_A.", ".lora_B.")).float(),
+                )
+                weight = tensors.get(target)
+                if weight is None or weight.shape != (up.shape[0], down.shape[1]):
+                    raise EngineFailed(
+                        f"the adapter in {path} does not fit the running model: it changes {target} by "
+                        f"{up.shape[0]} x {down.shape[1]}; the old weights stay"
+                    )
+                weight.copy_(weight.float() + adapter.scale * (up @ down))
         return tensors
 
     def _read_merged(self, path: Path) -> dict[str, torch.Tensor]:

@@ -5,6 +5,9 @@ tokens so far), load, drop the prefix cache, set the version, thaw, ask for one 
 was ended goes on as a new one from the tokens it has, exactly as it does when the server died under it. So each
 upstream request belongs to one version, whole, and no token's label is a guess.
 
+A folder with a LoRA adapter is taken beside the base, where the server can: nothing pauses, what is running ends under
+the version it began with, and an adapter is dropped when no request uses it.
+
 A server that we started is ended with us, even by kill -9 (`tether.py`), and started again when it dies; one that was
 given by its URL is waited for. Either gets the weights and the version that it had.
 
@@ -23,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -37,7 +41,7 @@ import numpy as np
 
 from rollbook.store.events import Float32s, Int32s
 
-from .checkpoint import check_fits
+from .checkpoint import check_fits, is_adapter, read_adapter
 from .engine import (
     EMPTY_IDS,
     EMPTY_LOGPROBS,
@@ -128,6 +132,11 @@ class ServedEngine(abc.ABC):
         self._session: aiohttp.ClientSession | None = None
         self._weights = None if weights is None else Path(os.path.abspath(weights))  # None: those it starts with
         self._version = version
+        self._base_version = version  # of the whole weights that the server has
+        self._adapters: dict[int, Path] = {}  # that the server has, by version; the newest answers if it is `_version`
+        if self._weights is not None and is_adapter(self._weights):
+            self._adapters, self._weights, self._base_version = {version: self._weights}, None, 0
+        self._in_use: Counter[int | None] = Counter()  # upstream requests by version
         self._reason: str | None = "not started"
         self._max_context = 0
         self._vocab_size: int | None = None
@@ -181,6 +190,14 @@ class ServedEngine(abc.ABC):
         Raises EngineFailed if the server does not say that they are in.
         """
 
+    async def _add_adapter(self, adapter: Path, version: int) -> None:
+        """Take a LoRA adapter beside what there is; requests of this version use it. Raises EngineFailed."""
+        raise EngineFailed(f"{self.name} takes no adapters here; publish whole weights")
+
+    async def _drop_adapter(self, version: int) -> None:
+        """Nobody uses it any more."""
+        raise EngineFailed(f"{self.name} has no adapters here")
+
     # -- being there
 
     async def __aenter__(self) -> Self:
@@ -190,6 +207,8 @@ class ServedEngine(abc.ABC):
         )
         try:
             self._vocab_size = json.loads((self._model / "config.json").read_bytes()).get("vocab_size")
+            for adapter in self._adapters.values():
+                await anyio.to_thread.run_sync(read_adapter, adapter)
             if self._weights is not None:
                 await anyio.to_thread.run_sync(check_fits, self._model, self._weights)
             async with self._changing:
@@ -253,7 +272,10 @@ class ServedEngine(abc.ABC):
         await self._look()
         self._lives += 1
         # A server that came back has the weights it starts with, not those it had.
-        await self._put(self._weights, self._version)
+        await self._put(self._weights, self._base_version)
+        self._adapters = {v: path for v, path in self._adapters.items() if v == self._version}
+        for version, adapter in self._adapters.items():
+            await self._add_adapter(adapter, version)
         if self._is_paused:
             await self._freeze()
         self._reason = None
@@ -387,6 +409,7 @@ class ServedEngine(abc.ABC):
         self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
     ) -> AsyncIterator[Upstream]:
         self._upstream += 1
+        self._in_use[version] += 1
         self._formed += form is not None
         try:
             async with aclosing(self._ask(ids, sampling, name, version, form)) as pieces:  # type: ignore[type-var]
@@ -394,6 +417,7 @@ class ServedEngine(abc.ABC):
                     yield piece
         finally:
             self._upstream -= 1
+            self._in_use[version] -= 1
             self._formed -= form is not None
 
     async def _recover(self, life: int, breaks: int, cause: Exception) -> None:
@@ -450,6 +474,9 @@ class ServedEngine(abc.ABC):
     async def load_weights(self, path: str, version: int) -> None:
         """See the seam. `path` must be readable by the server under the same name."""
         weights = Path(os.path.abspath(path))  # noqa: ASYNC240 (asks the disk for nothing)
+        if await anyio.to_thread.run_sync(is_adapter, weights):
+            await self._load_adapter(weights, version)
+            return
         await anyio.to_thread.run_sync(check_fits, self._model, weights)
         async with self._changing:
             if self._session is None:
@@ -461,6 +488,29 @@ class ServedEngine(abc.ABC):
                     await self._change_weights(weights, version)
             finally:
                 self._gate.set()
+
+    async def _load_adapter(self, adapter: Path, version: int) -> None:
+        """The light path: nothing is paused, and what is running goes on under the version it began with."""
+        await anyio.to_thread.run_sync(read_adapter, adapter)
+        async with self._changing:
+            if self._session is None:
+                raise EngineUnavailable(f"the {self.name} engine is not running; enter it with `async with` first")
+            with anyio.CancelScope(shield=True):
+                await self._add_adapter(adapter, version)
+                self._adapters[version] = adapter
+                try:
+                    if not self._is_paused:
+                        await self._ask_canary(version)
+                except EngineFailed as error:
+                    await self._drop_adapter(version)
+                    del self._adapters[version]
+                    raise EngineFailed(
+                        f"{self.name} could not use {adapter} ({error}); the old weights answer"
+                    ) from error
+                self._version = version
+                for old in [v for v in self._adapters if v != version and not self._in_use[v]]:
+                    await self._drop_adapter(old)
+                    del self._adapters[old]
 
     async def _change_weights(self, weights: Path, version: int) -> None:
         self._updates += 1
@@ -480,14 +530,14 @@ class ServedEngine(abc.ABC):
                 await self._ask_canary(version)
         except (EngineFailed, TimeoutError) as error:
             await self._fall_back(weights, error)
-        self._weights, self._version = weights, version
+        self._weights, self._version, self._base_version = weights, version, version
 
     async def _fall_back(self, weights: Path, cause: Exception) -> None:
         """The old weights again, on a new server if the old one died of the new ones. Always raises."""
         is_back = False
         if await self._is_alive():
             with suppress(EngineFailed):  # then it is treated as one that died
-                await self._put(self._weights or self._model, self._version)
+                await self._put(self._weights or self._model, self._base_version)
                 if not self._is_paused:
                     await self._thaw()
                 is_back = True

@@ -26,7 +26,7 @@ import numpy as np
 
 from rollbook.store.events import Int32s
 
-from .checkpoint import is_tied, write_untied
+from .checkpoint import is_adapter, is_tied, write_untied
 from .engine import Form, Sampling
 from .errors import BadRequest, EngineFailed, EngineUnavailable
 from .form import structural_tag
@@ -62,6 +62,11 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
+def adapter_name(version: int | None) -> str:
+    """What an adapter is called in vLLM."""
+    return f"v{version}"
+
+
 class VLLMEngine(ServedEngine):
     """See `ServedEngine`. Weight updates need a server with VLLM_SERVER_DEV_MODE=1, as ours have; that opens
     routes without a key, so keep it on loopback or a private network. A server on a CPU needs VLLM_TARGET_DEVICE=cpu in
@@ -69,7 +74,12 @@ class VLLMEngine(ServedEngine):
     """
 
     name = "vLLM"
-    own_env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # noqa: RUF012
+    own_env = {  # noqa: RUF012
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     _missing_route = ": start it with VLLM_SERVER_DEV_MODE=1, on loopback or a private network only"
 
     _served = ""
@@ -204,6 +214,8 @@ class VLLMEngine(ServedEngine):
             parameters |= {"structured_outputs": told, "min_tokens": 0}
         salt = {} if version is None else {"cache_salt": f"v{version}"}
         path, body = self._request(ids, parameters, name)
+        if version in self._adapters:
+            body["model"] = adapter_name(version)
         try:
             async with aclosing(self._events(path, {**body, **salt, "stream": True})) as events:  # type: ignore[type-var]
                 async for data in events:
@@ -229,6 +241,8 @@ class VLLMEngine(ServedEngine):
                 "token needs both: is return_token_ids known to this server?"
             )
         made_by = {span.version for span in choice.weight_versions or []}
+        if version in self._adapters:
+            version = self._base_version  # vLLM counts the base's
         if version is not None and self._has_versions and made_by - {str(version)}:
             raise EngineFailed(
                 f"vLLM at {self._url} says that version {', '.join(sorted(made_by))} answered, expected {version}: "
@@ -238,7 +252,8 @@ class VLLMEngine(ServedEngine):
 
     async def load_weights(self, path: str, version: int) -> None:
         """See `ServedEngine`."""
-        self._refuse_if_stuck()
+        if not await anyio.to_thread.run_sync(is_adapter, Path(path)):
+            self._refuse_if_stuck()
         await super().load_weights(path, version)
 
     def _refuse_if_stuck(self) -> None:
@@ -266,6 +281,32 @@ class VLLMEngine(ServedEngine):
             info = await self._json("GET", "/weight_info")
             if info.get("weight_version") != str(version):
                 raise EngineFailed(f"vLLM says its weights are {info.get('weight_version')}, expected {version}")
+
+    async def _add_adapter(self, adapter: Path, version: int) -> None:
+        body = {
+            "lora_name": adapter_name(version),
+            "lora_path": str(adapter),
+            "load_inplace": version in self._adapters,
+        }
+        status, why = await self._asked("/v1/load_lora_adapter", body)
+        if status != 200:
+            raise EngineFailed(
+                f"vLLM at {self._url} did not take the adapter in {adapter} ({status}: {why}): start it with "
+                "--enable-lora, a --max-lora-rank that is enough, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True; the old "
+                "weights answer"
+            )
+
+    async def _drop_adapter(self, version: int) -> None:
+        await self._asked("/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
+
+    async def _asked(self, path: str, body: object) -> tuple[int, str]:
+        """Status and text of a route that does not answer with JSON."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=120)
+            async with self._http.post(self._url + path, json=body, timeout=timeout) as answer:
+                return answer.status, said(await answer.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineFailed(f"vLLM at {self._url} did not answer {path}: {error}") from error
 
     async def _reload(self, weights: Path) -> None:
         self._refuse_if_stuck()
