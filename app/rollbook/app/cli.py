@@ -23,7 +23,7 @@ from .models import ModelUnavailable
 
 Command = Callable[[argparse.Namespace], None]
 
-out = Console(width=None if sys.stdout.isatty() else 240)  # what is piped is not folded to a terminal that is not there
+out = Console(width=None if sys.stdout.isatty() else 10_000)  # what is piped is not folded
 err = Console(stderr=True)
 
 
@@ -151,37 +151,6 @@ def _sql(args: argparse.Namespace) -> None:
     print_table(table, args.format, out, Path(args.output) if args.output else None)
 
 
-def _show(args: argparse.Namespace) -> None:
-    from .models import tokenizer_folder
-    from .reading import show_episode
-
-    show_episode(
-        args.book,
-        args.episode,
-        out,
-        scheme=args.scheme,
-        gamma=args.gamma,
-        tokenizer=None if args.tokenizer is None else tokenizer_folder(args.tokenizer),
-        is_json=args.json,
-    )
-
-
-def _episodes(args: argparse.Namespace) -> None:
-    from .reading import print_table, query
-
-    where = f"where {args.where}" if args.where else ""
-    print_table(
-        query(
-            args.book,
-            "select episode_id, run_id, task_id, state, version, attempt, opened_at, "
-            "(select count(*) from interactions i where i.episode_id = e.episode_id) as calls "
-            f"from episodes e {where} order by opened_at desc limit {int(args.limit)}",
-        ),
-        args.format,
-        out,
-    )
-
-
 def _reward(args: argparse.Namespace) -> None:
     from rich.progress import Progress
 
@@ -277,13 +246,6 @@ def _view(args: argparse.Namespace) -> None:
         out.print(url, highlight=False, soft_wrap=True)
 
     view_book(Path(args.book), host=args.host, port=args.port, tokenizer=args.tokenizer, announce=announce)
-
-
-def _verify(args: argparse.Namespace) -> None:
-    from .reading import verify_book
-
-    if not verify_book(args.book, out):
-        raise Stop(f"{args.book} has faults, listed above; keep the folder as it is and restore it from a copy")
 
 
 def _lake(args: argparse.Namespace) -> None:
@@ -452,27 +414,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--output", "-o", default=None, metavar="FILE", help="write there instead of to the terminal")
 
-    made = command("episodes", _episodes, "list the latest episodes of a book", "rollbook episodes runs/demo/book")
-    book_of(made)
-    made.add_argument("--where", default=None, metavar="SQL", help="a condition on the episodes table")
-    made.add_argument("--limit", type=int, default=20, help="how many")
-    made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
-
-    made = command(
-        "show",
-        _show,
-        "show one episode: its tree, messages, tokens, credits",
-        "rollbook show runs/demo/book ep_0198...",
-    )
-    book_of(made)
-    made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one; `last` for the newest")
-    made.add_argument(
-        "--scheme", choices=["tree", "broadcast", "arrival", "none"], default="tree", help="how rewards spread"
-    )
-    made.add_argument("--gamma", type=float, default=1.0, help="discount per turn")
-    made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
-    made.add_argument("--json", action="store_true", help="print JSON instead")
-
     made = command(
         "reward",
         _reward,
@@ -556,20 +497,6 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=8080, help="0 takes a free one")
     made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
 
-    made = command("verify", _verify, "check every record of a book", "rollbook verify runs/demo/book")
-    book_of(made)
-
-    made = command(
-        "lake",
-        _lake,
-        "put a book's events into a DuckLake that many machines append to, or merge its files",
-        'rollbook lake runs/my-book --catalogue "host=db dbname=rollbook" --data /shared/rollbook',
-    )
-    book_of(made)
-    made.add_argument("--catalogue", default=None, metavar="CONNECTION", help="of PostgreSQL, as libpq writes it")
-    made.add_argument("--data", default=None, metavar="DIR", help="a folder by the same path on every machine")
-    made.add_argument("--compact", action="store_true", help="have DuckLake merge small files")
-
     made = command(
         "prune",
         _prune,
@@ -581,9 +508,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
     made.add_argument("--yes", action="store_true", help="do not ask")
 
-    from .cli_data import add_commands
+    from . import cli_data, cli_terminal
 
-    add_commands(command, out)
+    cli_terminal.add_commands(command, out, Stop)
+    cli_data.add_commands(command, out)
 
     made = command("demo", _demo, "train a small real model on arithmetic, from a durable book", "rollbook demo")
     made.add_argument("--seed", type=int, default=1, help="another seed is another run in the same book")

@@ -5,8 +5,10 @@ import io
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,14 @@ def _params(words: Sequence[str]) -> dict[str, Any]:
     return given
 
 
+_UNSEEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Text of a model or a tool for a terminal: what would command it, or turn its lines round, is spelled out."""
+    return _UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
@@ -67,8 +77,20 @@ def _cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, datetime):
         return value.strftime("%Y-%m-%d %H:%M:%S")
-    text = str(value).replace("\n", "\\n")
+    text = visible(str(value).replace("\n", "\\n"))
     return text if len(text) <= _WIDTH else text[: _WIDTH - 1] + "…"
+
+
+def _fitting(table: pa.Table, out: Console) -> pa.Table:
+    """The first columns of a table that a terminal's width has room for, at least two; the last of them may fold."""
+    room, n = out.width - 1, 0
+    for name in table.column_names:
+        cells = [len(_cell(value)) for value in table[name].slice(0, 200).to_pylist()]
+        room -= max([len(name), *cells]) + 3
+        if room < 0 and n >= 2:
+            break
+        n += 1
+    return table.select(table.column_names[:n])
 
 
 def print_table(table: pa.Table, format_: str, out: Console, output: Path | None = None) -> None:
@@ -89,14 +111,18 @@ def print_table(table: pa.Table, format_: str, out: Console, output: Path | None
             output.write_bytes(data)
         return
     if format_ == "table" and output is None:
+        fitting = _fitting(table, out)
         shown = Table(header_style="bold")
-        for i, field in enumerate(table.schema):
+        for i, field in enumerate(fitting.schema):
             is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
             is_key = i == 0 and field.name.endswith("_id")  # stays in one piece, to be copied
             shown.add_column(field.name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_key)
-        for row in table.to_pylist():
+        for row in fitting.to_pylist():
             shown.add_row(*(Text(_cell(value)) for value in row.values()))
         out.print(shown)
+        if fitting.num_columns < table.num_columns:
+            rest = ", ".join(table.column_names[fitting.num_columns :])
+            out.print(f"not shown for want of width: {rest}", style="dim", highlight=False)
         return
     text = io.StringIO()
     if format_ == "json":
@@ -119,9 +145,14 @@ def open_for_reading(where: str) -> Book:
     return open_anywhere(where, key=os.environ.get(ADMIN_KEY))
 
 
-def verify_book(book_path: str, out: Console) -> bool:
+def verify_book(book_path: str, out: Console, *, is_json: bool = False) -> bool:
     """Check every record; print what was found. Whether the book is whole."""
     report = verify(book_path)
+    if is_json:
+        found = {**asdict(report), "is_whole": report.is_whole, "n_events": report.n_events}
+        json.dump(found, sys.stdout, default=str, indent=1)
+        sys.stdout.write("\n")
+        return report.is_whole
     out.print(str(report), highlight=False, soft_wrap=True)
     return report.is_whole
 
@@ -175,39 +206,66 @@ def show_episode(
     *,
     scheme: Scheme = "tree",
     gamma: float = 1.0,
+    colour: str = "probability",
+    n_tokens: int = 200,
     tokenizer: str | None = None,
     is_json: bool = False,
 ) -> None:
-    """One episode: its tree, what was said, tokens coloured by probability, credits. tokenizer: a model folder."""
-    with open_book(book_path) as book:
+    """One episode: its tree, what was said, its tokens coloured by one of COLOURS, credits.
+
+    tokenizer: a model folder; by default the run's own, where it is here. Without one the text is coloured as a whole.
+    """
+    with open_for_reading(book_path) as book:
         episode = book.episode(find_episode(book, name))
+        run_id = episode.row["run_id"]
         table = book.credits(scheme, gamma, episode_ids=[episode.row["episode_id"]])
         credits_of = dict(zip(table["interaction_id"].to_pylist(), table["credit"].to_pylist(), strict=True))
         if is_json:
             json.dump(_plain(episode, credits_of), sys.stdout, default=str, ensure_ascii=False, indent=1)
             sys.stdout.write("\n")
             return
-        spell = _speller(tokenizer or tokenizer_of(book, episode.row["run_id"]))
-        out.print(_tree(episode, credits_of, spell))
+        newest = book.sql("select max(version) as v from policies where run_id = ?", [run_id])["v"][0].as_py()
+        seen = [value for value in credits_of.values() if value is not None]
+        shown = _Shown(
+            spell=_speller(tokenizer or tokenizer_of(book, run_id)),
+            colour=colour,
+            n_tokens=n_tokens,
+            newest=max([one.row["version_max"] or 0 for one in episode.interactions] + [newest or 0]),
+            scale=max(map(abs, seen), default=0.0) or 1.0,
+        )
+        out.print(_tree(episode, credits_of, shown))
+        if n_tokens:
+            out.print(Text.assemble(f"colour is {colour}: ", *_LEGENDS[colour]), style="dim", highlight=False)
 
 
 def tokenizer_of(book: Book, run_id: str) -> str | None:
-    """The newest of the run's model folders that is here and has a tokenizer."""
+    """The newest of the run's model folders that is here and has a tokenizer; else the one it was served with."""
     found = book.sql("select path from policies where run_id = ? order by version desc", [run_id])["path"].to_pylist()
-    return next((path for path in found if Path(path, "tokenizer.json").is_file()), None)
+    found += book.sql("select config->>'$.model' as path from runs where run_id = ?", [run_id])["path"].to_pylist()
+    return next((path for path in found if path and Path(path, "tokenizer.json").is_file()), None)
 
 
-def _speller(folder: str | None) -> Any:
-    """ids -> one text per token; without a tokenizer, the numbers."""
+@dataclass(frozen=True)
+class _Shown:
+    """How tokens are shown. spell: ids -> one text per token; None: their text is not known."""
+
+    spell: Callable[[Sequence[int]], list[str]] | None
+    colour: str
+    n_tokens: int
+    newest: int  # version
+    scale: float  # the largest credit, as a magnitude
+
+
+def _speller(folder: str | None) -> Callable[[Sequence[int]], list[str]] | None:
     if folder is None:
-        return lambda ids: [f" {i}" for i in ids]
+        return None
     from rollbook.proxy.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)
     return lambda ids: [tokenizer.decode([i]) for i in ids]
 
 
-def _tree(episode: Episode, credits_of: dict[str, float | None], spell: Any) -> Tree:
+def _tree(episode: Episode, credits_of: dict[str, float | None], shown: _Shown) -> Tree:
     row = episode.row
     reward = row.get("reward")
     head = Text.assemble(
@@ -225,14 +283,14 @@ def _tree(episode: Episode, credits_of: dict[str, float | None], spell: Any) -> 
         # A chain stays at one level: only forks indent, so that a hundred turns are readable.
         above = branches.get(parent, root)
         under = above if parent is None or children[parent] == 1 else above.add(Text("fork", style="magenta"))
-        _add(under, one, credits_of.get(one.interaction_id), spell)
+        _add(under, one, credits_of.get(one.interaction_id), shown)
         branches[one.interaction_id] = under
     for failure in episode.failures:
         root.add(Text(f"failed call: {failure['error']}: {failure['message']}", style="red"))
     return root
 
 
-def _add(under: Tree, one: Interaction, credit: float | None, spell: Any) -> None:
+def _add(under: Tree, one: Interaction, credit: float | None, shown: _Shown) -> None:
     row = one.row
     for message in one.request:
         under.add(Text.assemble((f"{message.get('role', '?')}: ", "cyan"), _said(message)))
@@ -249,12 +307,78 @@ def _add(under: Tree, one: Interaction, credit: float | None, spell: Any) -> Non
     if row["edge"] not in (None, "extends"):
         facts.append(f"{row['edge']}: {row['cause']}")
     facts += [f"{reward['name']} {reward['value']:g} by {reward['source']}" for reward in one.rewards]
-    node = under.add(Text.assemble(("assistant: ", "green"), _said(one.reply), (f"  [{', '.join(facts)}]", "dim")))
-    ids = one.output_ids.tolist()
+    whole = "" if shown.spell else _overall(one, credit, shown)
+    said = _said(one.reply)
+    node = under.add(Text.assemble(("assistant: ", "green"), (said, whole), (f"  [{', '.join(facts)}]", "dim")))
+    if shown.spell is None or not shown.n_tokens or not row["n_output"]:
+        return
+    ids = one.output_ids.tolist()[: shown.n_tokens]
+    styles = _styles(one, credit, shown)
     tokens = Text("tokens: ", style="dim")
-    for text, logprob in list(zip(spell(ids), one.logprobs.tolist(), strict=True))[:200]:
-        tokens.append(text.replace("\n", "\\n") + "│", style=_colour(logprob))
+    for text, style in zip(shown.spell(ids), styles, strict=False):
+        tokens.append(visible(text.replace("\n", "\\n")) + "│", style=style)
+    if row["n_output"] > len(ids):
+        tokens.append(f" … {row['n_output'] - len(ids)} more")
     node.add(tokens)
+
+
+def _styles(one: Interaction, credit: float | None, shown: _Shown) -> list[str]:
+    """A style per output token."""
+    if shown.colour == "credit":
+        return [_credit_style(credit, shown.scale)] * len(one.output_ids)
+    if shown.colour == "version":
+        return [_age_style(shown.newest - version) for version in one.versions.tolist()]
+    return [_probability_style(logprob) for logprob in one.logprobs.tolist()]
+
+
+def _overall(one: Interaction, credit: float | None, shown: _Shown) -> str:
+    """The style of an answer of which only the text is known: of its mean."""
+    row = one.row
+    if shown.colour == "credit":
+        return _credit_style(credit, shown.scale)
+    if row["version_min"] is None or row["mean_logprob"] is None:
+        return ""
+    return (
+        _age_style(shown.newest - row["version_min"])
+        if shown.colour == "version"
+        else _probability_style(row["mean_logprob"])
+    )
+
+
+def _probability_style(logprob: float) -> str:
+    """Red for a token that was unlikely, green for one that was certain; none where nobody knows."""
+    if math.isnan(logprob):
+        return ""
+    probability = math.exp(min(0.0, logprob))
+    return next(style for least, style in _PROBABILITIES if probability >= least)
+
+
+def _credit_style(credit: float | None, scale: float) -> str:
+    if credit is None:
+        return ""
+    return next(style for least, style in _CREDITS if credit / scale >= least)
+
+
+def _age_style(age: int) -> str:
+    return next(style for least, style in _AGES if age >= least)
+
+
+_PROBABILITIES = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
+_CREDITS = ((0.5, "bold green"), (1e-9, "green"), (-1e-9, ""), (-0.5, "red"), (-math.inf, "bold red"))
+_AGES = ((8, "red"), (3, "dark_orange"), (1, "yellow"), (-(1 << 31), "green"))
+
+_LEGENDS: dict[str, list[tuple[str, str]]] = {
+    "probability": [("over .9 ", "green"), ("over .5 ", "yellow"), ("over .1 ", "dark_orange"), ("less", "red")],
+    "credit": [("at least half the most ", "bold green"), ("above 0 ", "green"), ("0 ", ""), ("below 0", "red")],
+    "version": [
+        ("the newest ", "green"),
+        ("1 or 2 behind ", "yellow"),
+        ("3 to 7 ", "dark_orange"),
+        ("8 or more", "red"),
+    ],
+}
+COLOURS = tuple(_LEGENDS)
+"""What the colour of a token may say."""
 
 
 def _said(message: dict[str, Any]) -> str:
@@ -265,18 +389,8 @@ def _said(message: dict[str, Any]) -> str:
         f"{call.get('function', {}).get('name')}({call.get('function', {}).get('arguments')})"
         for call in message.get("tool_calls") or []
     ]
-    text = " ".join([*([str(content)] if content else []), *calls])
+    text = visible(" ".join([*([str(content)] if content else []), *calls]))
     return text if len(text) <= 500 else text[:499] + "…"
-
-
-def _colour(logprob: float) -> str:
-    """Red for a token that was unlikely, green for one that was certain."""
-    probability = math.exp(min(0.0, logprob))
-    return next(
-        colour
-        for least, colour in ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
-        if probability >= least
-    )
 
 
 def _plain(episode: Episode, credits_of: dict[str, float | None]) -> dict[str, Any]:

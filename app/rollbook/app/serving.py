@@ -19,7 +19,7 @@ from rollbook.proxy.listener import bind
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.proxy.server import Service, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
-from rollbook.store import Book, BookBusy, BookNotFound, open_book
+from rollbook.store import Book, BookBusy, BookNotFound, Event, RunStarted, open_book
 
 from .config import ConfigError, put, scalar
 from .launch import ADMIN_KEY
@@ -71,6 +71,10 @@ def serve_book(
     )
     bind(config.host, config.port).close()  # what cannot listen leaves no empty book behind
     with open_writer(book_path, writer) as book:
+        if not book.sql("select 1 from runs where run_id = ?", [run_id]).num_rows:
+            # Nobody else says so: whoever reads the book later can spell the run's tokens.
+            started = RunStarted(name=run_id, config={"engine": engine, "model": model_path})
+            book.log.append_blocking(Event(run_id=run_id, fact=started))
         service = Service(log=book.log, engine=answers, tokenizer=tokenizer, config=config, book=book)
 
         def announce(url: str) -> None:
