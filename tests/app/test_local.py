@@ -3,8 +3,10 @@
 import pytest
 
 from rollbook.agents.errors import RolloutsFailing
+from rollbook.app.config import ConfigError
 from rollbook.app.launch import LaunchFailed
-from rollbook.app.local import LocalRollouts, engine_of
+from rollbook.app.local import LocalRollouts, engine_of, parallel
+from rollbook.app.serving import gpus_of, make_engines
 
 
 def failed(error: BaseException) -> LocalRollouts:
@@ -37,3 +39,29 @@ def test_the_engine_and_what_it_is_given(backend: str, engine: tuple[str, str | 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(LaunchFailed, match="expected one of embedded"):
         engine_of("llamafile")
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("d2t4", {"d": 2, "t": 4}), ("d8", {"d": 8, "t": 1}), ("t2", {"d": 1, "t": 2}), ("d4p1t1", {"d": 4, "t": 1})],
+)
+def test_how_many_engines_of_how_many_gpus(text: str, sizes: dict[str, int]) -> None:
+    assert parallel(text) == sizes
+
+
+def test_a_split_that_is_not_understood_is_refused() -> None:
+    with pytest.raises(LaunchFailed, match="two engines of four GPUs each"):
+        parallel("d2p2")
+
+
+def test_each_engine_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in gpus_of(2, ["--tensor-parallel-size=2"])] == ["4,5", "6,7"]
+    assert gpus_of(1, ["--tp", "2"]) == [{}]
+    with pytest.raises(ConfigError, match="need 6"):
+        gpus_of(3, ["--tp", "2"])
+
+
+def test_an_address_is_for_engines_that_are_servers() -> None:
+    with pytest.raises(ConfigError, match="--engine is scripted"):
+        make_engines("scripted", "m", urls=["http://127.0.0.1:1"], script="x:y", version=0, tokenizer=None)

@@ -32,8 +32,20 @@ class Stop(Exception):
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from .serving import serve_book
+    from .serving import serve_book, serve_workers, shared_of
 
+    if args.workers < 1:
+        raise Stop(f"--workers must be at least 1, got {args.workers}")
+    if args.workers > 1:
+        serve_workers(
+            Path(args.book),
+            args.workers,
+            arguments=_of_each_worker(args),
+            host=args.host,
+            port=args.port,
+            address_file=Path(args.address_file) if args.address_file else None,
+        )
+        return
     serve_book(
         Path(args.book),
         engine=args.engine,
@@ -48,10 +60,24 @@ def _serve(args: argparse.Namespace) -> None:
         settings=args.set,
         address_file=Path(args.address_file) if args.address_file else None,
         writer=args.writer,
-        engine_url=args.engine_url,
+        engine_urls=args.engine_url,
+        replicas=args.replicas,
+        update=args.update,
+        shared=shared_of(args.front),
         engine_python=args.engine_python,
         engine_args=shlex.split(args.engine_args),
     )
+
+
+def _of_each_worker(args: argparse.Namespace) -> list[str]:
+    """The words of `rollbook serve` for one of several that share its address."""
+    words = ["--engine", args.engine, "--model", args.model, "--run", args.run]
+    words += ["--weights-version", str(args.weights_version), "--replicas", str(args.replicas), "--update", args.update]
+    words += ["--threads", str(max(1, args.threads // args.workers)), f"--engine-args={args.engine_args}"]
+    for name in ("weights", "script", "engine_python"):
+        if getattr(args, name) is not None:
+            words += [f"--{name.replace('_', '-')}", getattr(args, name)]
+    return [*words, *(f"--engine-url={url}" for url in args.engine_url), *(f"--set={one}" for one in args.set)]
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -348,7 +374,20 @@ def _parser() -> argparse.ArgumentParser:
         "--engine", choices=["embedded", "scripted", "vllm", "sglang"], default="embedded", help="what answers"
     )
     made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
-    made.add_argument("--engine-url", default=None, metavar="URL", help="of a vLLM or SGLang that runs already")
+    made.add_argument(
+        "--engine-url",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of a vLLM or SGLang that runs already; several share the requests",
+    )
+    made.add_argument("--replicas", type=int, default=1, metavar="N", help="engines to start that share the requests")
+    made.add_argument(
+        "--update",
+        choices=["rolling", "barrier"],
+        default="rolling",
+        help="new weights: one engine after the other, or all while none samples",
+    )
     made.add_argument(
         "--engine-python", default=None, metavar="PATH", help="the interpreter that has vLLM or SGLang, if not this one"
     )
@@ -362,6 +401,10 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--host", default="127.0.0.1", help="where to listen")
     made.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads of the embedded engine")
+    made.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="servers that share the book and the address, one per core"
+    )
+    made.add_argument("--front", default=None, help=argparse.SUPPRESS)  # PORT:INDEX:FILE, from serve_workers
     made.add_argument(
         "--writer",
         default="proxy",

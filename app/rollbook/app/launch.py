@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 
@@ -46,6 +46,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: str = "local"  # a name of the entry-point group rollbook.schedulers; `none`: train from the book alone
     proxies: int = 1  # servers, each with an engine of its own (or several: rollout.backend)
+    update: Literal["rolling", "barrier"] = "rolling"
+    """How a server with several engines gets new weights: one engine after the other, or all while none samples."""
     cpus: int = 1  # for each server
     gpus: int = 0
     memory_gb: float | None = None

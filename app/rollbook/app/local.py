@@ -7,6 +7,7 @@ weight folders, exactly as they would across machines.
 
 import gc
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -38,11 +39,22 @@ _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
 
 
 def engine_of(backend: str) -> tuple[str, str | None]:
-    """`rollout.backend` as (engine, the rest): `scripted:module:function`, `vllm:URL`, `vllm:--flags`, `vllm:d1t2`."""
+    """`rollout.backend` in two: `scripted:module:function`, `vllm:URL,URL`, `vllm:--flags`, `vllm:d2t4`."""
     name, _, rest = backend.partition(":")
     if name not in ENGINES:
         raise LaunchFailed(f"rollout.backend is {backend!r}; expected one of {', '.join(ENGINES)}")
     return name, rest or None
+
+
+def parallel(text: str) -> dict[str, int]:
+    """AReaL's `d2t4`: two engines (d) of four GPUs each (t). Raises LaunchFailed for what it does not say."""
+    found = re.fullmatch(r"(?:d(?P<d>[1-9]\d*))?(?:[pt]1)*(?:t(?P<t>[1-9]\d*))?(?:p1)?", text)
+    if not found or not text:
+        raise LaunchFailed(
+            f"rollout.backend ends with {text!r}; expected an address (several with commas), flags, or d2t4: two "
+            "engines of four GPUs each"
+        )
+    return {name: int(value or 1) for name, value in found.groupdict().items()}
 
 
 class LocalRollouts:
@@ -156,9 +168,15 @@ class LocalRollouts:
             return words
         if engine == "scripted":
             return [*words, "--script", rest]
+        words += ["--update", config.scheduler.update]
         if rest.startswith("http"):
-            return [*words, "--engine-url", rest]
-        return [*words, "--engine-args", rest] if rest.startswith("-") else words  # AReaL's `vllm:d1t2` is neither
+            return [*words, *(f"--engine-url={url}" for url in rest.split(","))]
+        if rest.startswith("-"):
+            return [*words, f"--engine-args={rest}"]
+        sizes = parallel(rest)
+        flag = "--tensor-parallel-size" if engine == "vllm" else "--tp"
+        args = f"{flag}={sizes['t']}" if sizes["t"] > 1 else ""
+        return [*words, "--replicas", str(sizes["d"]), f"--engine-args={args}"]
 
     def host_of(self, config: Any) -> str | None:
         """Where servers listen; {node} is the name of their host."""

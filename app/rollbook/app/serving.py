@@ -2,12 +2,20 @@
 
 import json
 import os
-from collections.abc import Sequence
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import httpx
 import msgspec
 from rich.console import Console
 from rich.text import Text
@@ -15,16 +23,23 @@ from rich.text import Text
 from rollbook.agents.workflow import load
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
+from rollbook.proxy.front import Shared
 from rollbook.proxy.listener import bind
+from rollbook.proxy.replicas import Replicas, Update
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.proxy.server import Service, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, BookBusy, BookNotFound, Event, RunStarted, open_book
 
 from .config import ConfigError, put, scalar
-from .launch import ADMIN_KEY
+from .keeper import write
+from .launch import ADMIN_KEY, LaunchFailed
+from .launch_local import LocalLauncher
 from .models import ModelUnavailable, prepare_model
 from .web import PATH, page_of
+
+SERVED = ("vllm", "sglang")
+"""Engines that are servers of their own."""
 
 
 def serve_book(
@@ -42,14 +57,17 @@ def serve_book(
     settings: Sequence[str],
     address_file: Path | None,
     writer: str = "proxy",
-    engine_url: str | None = None,
+    engine_urls: Sequence[str] = (),
     engine_python: str | None = None,
     engine_args: Sequence[str] = (),
+    replicas: int = 1,
+    update: Update = "rolling",
+    shared: Shared | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `address_file` gets {url, pid} once the server answers.
 
-    engine_url: of a vLLM or SGLang that runs already; without it one is started, by the interpreter `engine_python`
-        with the flags `engine_args`, and supervised.
+    engine_urls: of vLLMs or SGLangs that run already; without them `replicas` are started, by the interpreter
+        `engine_python` with the flags `engine_args`, and supervised.
     """
     config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
     model_path = str(prepare_model(model))
@@ -57,15 +75,17 @@ def serve_book(
         tokenizer = Tokenizer.load(model_path)
     except ValueError as error:
         raise ModelUnavailable(f"the model folder {model_path} cannot be used: {error}") from error
-    answers = make_engine(
+    answers = make_engines(
         engine,
         model_path,
+        urls=engine_urls,
+        replicas=replicas,
+        update=update,
         weights=weights,
         version=version,
         script=script,
         threads=threads,
         tokenizer=tokenizer,
-        url=engine_url,
         python=engine_python,
         args=engine_args,
     )
@@ -85,8 +105,80 @@ def serve_book(
             else:
                 _say(url, book_path, service.admin_key if config.admin_key is None else None)
 
-        program = partial(serve_until_stopped, service, announce=announce, routes=[page_of(service, str(book_path))])
+        program = partial(
+            serve_until_stopped,
+            service,
+            announce=announce,
+            routes=[page_of(service, str(book_path))],
+            shared=shared,
+        )
         anyio.run(program, backend_options={"use_uvloop": True})
+
+
+def serve_workers(
+    book_path: Path, n: int, *, arguments: Sequence[str], host: str, port: int, address_file: Path | None
+) -> None:
+    """`n` servers of one book behind one address, until SIGINT or SIGTERM; one that dies is started again.
+
+    arguments: of `rollbook serve`, without the address. `address_file` gets {url, urls, pid}: the shared address, and
+    each worker's own.
+    """
+    if any("needs_permit" in word for word in arguments):
+        raise ConfigError("permits are counted by one server: needs_permit and --workers do not go together")
+    admin_key = os.environ.get(ADMIN_KEY)
+    key = admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
+    holder = hold(host, port)
+    port = holder.getsockname()[1]
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    with tempfile.TemporaryDirectory(prefix="rollbook-workers-") as folder, LocalLauncher() as launcher:
+        peers = Path(folder, "peers.json")
+        command = [sys.executable, "-m", "rollbook.app.cli", "serve", str(book_path), *arguments]
+        command += ["--host", host, "--writer", "proxy-{index}", "--front", f"{port}:{{index}}:{peers}"]
+        programs = launcher.start(command, n=n, env={ADMIN_KEY: key}, log_path=Path(folder, "worker.log"))
+        write(peers, json.dumps([program.url for program in programs]))
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        wait_until_served(url)
+        holder.close()
+        if address_file is not None:
+            write(address_file, json.dumps({"url": url, "urls": [p.url for p in programs], "pid": os.getpid()}))
+        else:
+            _say(url, book_path, key if admin_key is None else None)
+        while not stopping.wait(1.0):
+            for program in programs:
+                program.check()
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """A port that stays ours until the workers listen on it; it takes no connections itself. Raises OSError."""
+    bind(host, port).close()  # nobody else has it
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind((host, port))
+    return holder
+
+
+def shared_of(text: str | None) -> Shared | None:
+    """`PORT:INDEX:FILE`, as `serve_workers` tells each worker."""
+    if text is None:
+        return None
+    port, index, peers = text.split(":", 2)
+    return Shared(int(port), Path(peers), int(index) - 1)
+
+
+def wait_until_served(url: str) -> None:
+    """Until the workers listen on their shared address."""
+    give_up = time.monotonic() + 60
+    while True:
+        try:
+            httpx.get(f"{url}/health", timeout=5, trust_env=False)
+            return
+        except httpx.TransportError as error:
+            if time.monotonic() > give_up:
+                raise LaunchFailed(f"no worker listens on {url}: {error}") from error
+        time.sleep(0.05)
 
 
 def open_writer(book_path: Path, name: str) -> Book:
@@ -114,6 +206,53 @@ def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
         raise ConfigError(f"--set: {error}; known: {', '.join(ServeConfig.__struct_fields__)}") from error
 
 
+def make_engines(
+    kind: str,
+    model: str,
+    *,
+    urls: Sequence[str] = (),
+    replicas: int = 1,
+    update: Update = "rolling",
+    args: Sequence[str] = (),
+    **settings: Any,
+) -> Engine:
+    """One engine, or several behind one seam: those at `urls`, else `replicas` of our own. See `make_engine`."""
+    if replicas < 1:
+        raise ConfigError(f"--replicas must be at least 1, got {replicas}")
+    if urls and kind not in SERVED:
+        raise ConfigError(f"--engine-url is the address of a {' or '.join(SERVED)}; --engine is {kind}")
+    if urls:
+        engines = [make_engine(kind, model, url=url, args=args, **settings) for url in urls]
+    elif kind in SERVED:
+        places = gpus_of(replicas, args)
+        engines = [make_engine(kind, model, env=place, args=args, **settings) for place in places]
+    else:
+        engines = [make_engine(kind, model, args=args, **settings) for _ in range(replicas)]
+    return engines[0] if len(engines) == 1 else Replicas(engines, update=update)
+
+
+def gpus_of(replicas: int, args: Sequence[str]) -> list[dict[str, str]]:
+    """For each of several servers the variable that gives it GPUs of its own: as many as its flags split a model over.
+
+    Of the GPUs that we may use, where CUDA_VISIBLE_DEVICES says so. Raises ConfigError if there are too few of them.
+    """
+    if replicas == 1:
+        return [{}]
+    each = 1
+    for i, word in enumerate(args):
+        name, equals, value = word.partition("=")
+        if name in ("--tensor-parallel-size", "-tp", "--tp", "--tp-size", "--pipeline-parallel-size", "-pp"):
+            each *= int(value if equals else args[i + 1])
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = listed.split(",") if listed else [str(i) for i in range(replicas * each)]
+    if len(ours) < replicas * each:
+        raise ConfigError(
+            f"{replicas} engines of {each} GPUs need {replicas * each}, and CUDA_VISIBLE_DEVICES has {len(ours)}: "
+            f"{listed}"
+        )
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(ours[i * each : (i + 1) * each])} for i in range(replicas)]
+
+
 def make_engine(
     kind: str,
     model: str,
@@ -126,6 +265,7 @@ def make_engine(
     url: str | None = None,
     python: str | None = None,
     args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Engine:
     """The engine called `kind`, not started. Raises ConfigError for what it would need and was not given."""
     if kind == "scripted":
@@ -139,11 +279,11 @@ def make_engine(
     if kind == "vllm":
         from rollbook.proxy.vllm import VLLMEngine
 
-        return VLLMEngine(model, weights=weights, version=version, url=url, python=python, args=args)
+        return VLLMEngine(model, weights=weights, version=version, url=url, python=python, args=args, env=env)
     if kind == "sglang":
         from rollbook.proxy.sglang import SGLangEngine
 
-        return SGLangEngine(model, weights=weights, version=version, url=url, python=python, args=args)
+        return SGLangEngine(model, weights=weights, version=version, url=url, python=python, args=args, env=env)
     raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted, vllm or sglang")
 
 

@@ -106,12 +106,17 @@ class Server(uvicorn.Server):
         self._stop.set()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is one that is free. Raises OSError, naming the address."""
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A socket that listens; port 0 is one that is free. Raises OSError, naming the address.
+
+    is_shared: other processes listen there as well, and each gets some of the connections.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listening.bind((host, port))
         listening.listen(2048)
         listening.setblocking(False)

@@ -9,6 +9,7 @@ Shapes: N packed tokens, n sequences, K kept places, V vocabulary, A query heads
 size, T tokens of one sequence, W keys looked at.
 """
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,7 @@ class PackedModel:
         AttentionInterface.register("rollbook", _attend)
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
-            with _NoProgressBars():
+            with _Loading():
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
                 )
@@ -305,7 +306,7 @@ class PackedModel:
 
     def _read_merged(self, path: Path) -> dict[str, torch.Tensor]:
         check_fits(self._path, path)
-        with _NoProgressBars():
+        with _Loading():
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=self._config, dtype=self.shape.dtype, local_files_only=True
             )
@@ -318,13 +319,18 @@ class PackedModel:
             self._parameters[name].copy_(tensor)
 
 
-class _NoProgressBars:
-    """transformers draws bars on stderr while it loads; whoever starts an engine has a display of their own."""
+class _Loading:
+    """transformers loads one model at a time (it changes torch's defaults meanwhile), and draws bars on stderr; whoever
+    starts an engine has a display of their own."""
+
+    _turn = threading.Lock()
 
     def __enter__(self) -> None:
+        self._turn.acquire()
         self._were_on = transformers_logging.is_progress_bar_enabled()
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         if self._were_on:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+        self._turn.release()

@@ -57,6 +57,7 @@ from .errors import (
     WrongMethod,
 )
 from .events import HANDLERS as EVENTS
+from .front import Front, Shared, peers_of
 from .listener import Protocol, Server, bind
 from .metrics import Exposition, Metrics, exposition
 from .parsing import Vocabulary
@@ -689,13 +690,19 @@ async def serve(service: Service, routes: Sequence[Router] = ()) -> AsyncIterato
 
     Raises OSError if the address is taken.
     """
+    async with _serve_app(service, create_app(service, routes)) as url:
+        yield url
+
+
+@asynccontextmanager
+async def _serve_app(service: Service, app: App) -> AsyncIterator[str]:
     config = service.config
     listening = bind(config.host, config.port)
     try:
         async with (
             service,
             listen(
-                create_app(service, routes),
+                app,
                 listening,
                 max_header_bytes=config.max_header_bytes,
                 stop_s=config.stop_s,
@@ -707,14 +714,38 @@ async def serve(service: Service, routes: Sequence[Router] = ()) -> AsyncIterato
 
 
 async def serve_until_stopped(
-    service: Service, *, announce: Callable[[str], None] = print, routes: Sequence[Router] = ()
+    service: Service,
+    *,
+    announce: Callable[[str], None] = print,
+    routes: Sequence[Router] = (),
+    shared: Shared | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. For the program; `announce` is told the address."""
+    """Serve until SIGINT or SIGTERM. For the program; `announce` is told the address.
+
+    shared: of an address that several workers listen on, beside their own.
+    """
+    app = create_app(service, routes)
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with serve(service, routes) as url:
+        async with _serve_app(service, app) as url, anyio.create_task_group() as tasks:
             # What is alive now stays: collections need not look at it again, and stay short.
             gc.collect()
             gc.freeze()
             announce(url)
+            if shared is not None:
+                tasks.start_soon(_serve_front, service, app, shared)
             async for _ in signals:
+                tasks.cancel_scope.cancel()
                 return
+
+
+async def _serve_front(service: Service, app: App, shared: Shared) -> None:
+    config, peers = service.config, await peers_of(shared.peers)
+    listening = bind(config.host, shared.port, is_shared=True)
+    try:
+        async with (
+            Front(app, service.sessions, config, peers, shared.index) as front,
+            listen(front, listening, max_header_bytes=config.max_header_bytes, stop_s=config.stop_s),  # type: ignore[arg-type]
+        ):
+            await anyio.sleep_forever()
+    finally:
+        listening.close()

@@ -1,0 +1,112 @@
+"""`rollbook serve --workers 2`: one address, whichever worker a connection comes to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from rollbook.store import open_book
+from rollbook.store.verify import verify
+
+ADMIN = "admin-key-of-the-tests"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
+    folder = tmp_path_factory.mktemp("workers")
+    command = [sys.executable, "-m", "rollbook.app.cli", "serve", "book", "--workers", "2", "--port", "0"]
+    command += [
+        "--model",
+        "tiny",
+        "--engine",
+        "scripted",
+        "--script",
+        "answers:script",
+        "--address-file",
+        "address.json",
+    ]
+    (folder / "answers.py").write_text(
+        "def script(tokenizer):\n    return lambda g: [*tokenizer.encode('well').tolist(), tokenizer.eos_ids[0]]\n"
+    )
+    environment = {**os.environ, "ROLLBOOK_ADMIN_KEY": ADMIN, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    program = subprocess.Popen(command, cwd=folder, env=environment)
+    try:
+        while not (folder / "address.json").exists():
+            assert program.poll() is None
+            time.sleep(0.05)
+        yield json.loads((folder / "address.json").read_text()), folder / "book"
+    finally:
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(20) == 0
+    assert verify(folder / "book").is_whole
+
+
+def call(method: str, url: str, key: str, body: Any = None) -> httpx.Response:
+    """On a connection of its own, so that the kernel deals it to any worker."""
+    return httpx.request(
+        method, url, headers={"authorization": f"Bearer {key}"}, json=body, timeout=10, trust_env=False
+    )
+
+
+def test_sessions_live_at_one_worker_and_are_reached_through_any(workers: tuple[dict[str, Any], Path]) -> None:
+    address, book_path = workers
+    url, urls = address["url"], address["urls"]
+    assert len(set(urls)) == 2
+    homes = set()
+    for i in range(8):
+        key = f"sk-a-key-of-the-client-{i}" if i % 2 else None
+        started = call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": f"t{i}", "api_key": key}).json()
+        homes.add(started["base_url"])
+        for _turn in range(3):
+            reply = call("POST", f"{url}/v1/chat/completions", started["api_key"], CHAT)
+            assert reply.status_code == 200, reply.text
+        direct = call("POST", f"{started['base_url']}/chat/completions", started["api_key"], CHAT)
+        assert direct.json()["choices"][0]["message"]["content"] == "well"
+        wrong = next(one for one in urls if not started["base_url"].startswith(one))
+        assert call("POST", f"{wrong}/v1/chat/completions", started["api_key"], CHAT).status_code == 401
+        body = {"reward": 0.5, "interaction_id": direct.json()["id"]}
+        rewarded = call("POST", f"{url}/rl/set_reward", started["api_key"], body)
+        assert rewarded.json()["interaction_id"] == direct.json()["id"]
+        by_id = {"session_id": started["session_id"], "reward": 1.0, "name": "late"}
+        assert call("POST", f"{url}/rl/set_reward", ADMIN, by_id).status_code == 200
+        ended = call("POST", f"{url}/rl/end_session", ADMIN, {"session_id": started["session_id"]})
+        assert ended.json()["interaction_count"] == 4
+        assert call("POST", f"{url}/v1/chat/completions", started["api_key"], CHAT).status_code == 410
+    assert {home.removesuffix("/v1") for home in homes} == set(urls), "both have work"
+    with open_book(str(book_path)) as book:
+        table = book.sql("select count(distinct writer) as writers, count(*) as n from interactions")
+    assert table.to_pylist() == [{"writers": 2, "n": 8 * 4}]
+
+
+def test_a_stream_comes_piece_by_piece_through_the_other_worker(workers: tuple[dict[str, Any], Path]) -> None:
+    url = workers[0]["url"]
+    started = call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": "t"}).json()
+    said = [call("POST", f"{url}/v1/chat/completions", started["api_key"], {**CHAT, "stream": True}) for _ in range(6)]
+    for reply in said:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_new_weights_reach_every_worker(workers: tuple[dict[str, Any], Path]) -> None:
+    address, _ = workers
+    reply = call("POST", f"{address['url']}/rl/weights", ADMIN, {"path": "/weights", "version": 5})
+    assert reply.json() == {"version": 5}
+    assert [call("GET", f"{one}/rl/weights", ADMIN).json()["version"] for one in address["urls"]] == [5, 5]
+
+
+def test_what_is_refused_is_refused_as_by_one_server(workers: tuple[dict[str, Any], Path]) -> None:
+    url = workers[0]["url"]
+    for i in range(4):
+        assert call("POST", f"{url}/v1/chat/completions", f"sk-nobody-has-{i}", CHAT).status_code == 401
+        assert call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": ""}).status_code == 400
+        assert call("POST", f"{url}/rl/end_session", ADMIN, {"session_id": "ep_nobody"}).status_code == 404
+    assert HTTP.get(f"{url}/health").json()["status"] == "ok"
