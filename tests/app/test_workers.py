@@ -47,14 +47,16 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
     finally:
         program.send_signal(signal.SIGTERM)
         assert program.wait(20) == 0
+        HTTP.close()
     assert verify(folder / "book").is_whole
 
 
+# Each request on a connection of its own, so that the kernel deals it to any worker.
+HTTP = httpx.Client(timeout=10, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 def call(method: str, url: str, key: str, body: Any = None) -> httpx.Response:
-    """On a connection of its own, so that the kernel deals it to any worker."""
-    return httpx.request(
-        method, url, headers={"authorization": f"Bearer {key}"}, json=body, timeout=10, trust_env=False
-    )
+    return HTTP.request(method, url, headers={"authorization": f"Bearer {key}"}, json=body)
 
 
 def test_sessions_live_at_one_worker_and_are_reached_through_any(workers: tuple[dict[str, Any], Path]) -> None:
