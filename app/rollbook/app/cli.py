@@ -327,7 +327,14 @@ def _prune(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from .demo import run
 
-    run(seed=args.seed, root=Path(args.dir), steps=args.steps, threads=args.threads, out=out)
+    run(
+        seed=args.seed,
+        root=Path(args.dir),
+        steps=args.steps,
+        threads=args.threads,
+        algorithm=args.algorithm,
+        out=out,
+    )
 
 
 def _areal(args: argparse.Namespace) -> None:
@@ -563,6 +570,7 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=None, help="training steps; by default as many as take about ten minutes"
     )
     made.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads to use")
+    made.add_argument("--algorithm", default="grpo", help="which algorithm learns: grpo, ppo, rloo, dapo, ...")
 
     made = command(
         "run-areal",

@@ -41,8 +41,8 @@ MODEL = "smollm2-135m"
 TOOLS_RUN = "demo/tools"
 
 
-def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console) -> None:
-    """All of it. root: where the book, the plot and the run's files go."""
+def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console, algorithm: str = "grpo") -> None:
+    """All of it. root: where the book, the plot and the run's files go. algorithm: what learns in part 2."""
     make_importable(examples_folder())
     book_path = root / "book"
     with Progress(TextColumn("{task.description}"), BarColumn(), console=out, transient=True) as progress:
@@ -53,14 +53,26 @@ def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console)
     out.rule("Part 1: a tool-using agent is recorded (OpenAI Agents SDK; a script plays the model)")
     record_tools(book_path, model, root, out)
 
-    out.rule("Part 2: a real model learns (SmolLM2-135M-Instruct, GRPO, an agent on the OpenAI SDK)")
+    name = algorithm.upper().replace("_", "-")
+    out.rule(f"Part 2: a real model learns (SmolLM2-135M-Instruct, {name}, an agent on the OpenAI SDK)")
     overrides = [f"seed={seed}", f"book={book_path}", f"cluster.fileroot={root}", f"actor.path={model}"]
     overrides += [f"total_train_steps={steps}"] if steps else []
+    overrides += settings_of(algorithm, model)
     config = load_config(examples_folder() / "arithmetic.yaml", overrides)
     train_on(config, rows=load("arithmetic:questions")(100, seed=seed))
 
     out.rule("What the book says")
     report(book_path, config.run_id, model, root, out)
+
+
+def settings_of(algorithm: str, model: Path) -> list[str]:
+    """What another algorithm than the example's needs beside its name."""
+    if algorithm == "grpo":
+        return []
+    settings = [f"algorithm={algorithm}", f"trial_name={algorithm}-seed${{seed}}"]
+    if algorithm == "ppo":  # its value model begins as the policy with a head that says 0
+        settings += [f"critic.path={model}", "critic.optimizer.lr=1e-5", "critic.optimizer.weight_decay=0.0"]
+    return settings
 
 
 # Part 1
