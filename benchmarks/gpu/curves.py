@@ -3,7 +3,8 @@
 python3 benchmarks/gpu/curves.py [--only grpo ppo] [--steps 40] [--at-once 3] [--root FOLDER] [--out FILE]
 
 Each algorithm is `rollbook train examples/arithmetic.yaml algorithm=NAME`: the same script and another name,
-SmolLM2-135M, 40 steps of 96 answers. Several run at once on each GPU (on the CPU, where there is none), each with its own book.
+SmolLM2-135M, 40 steps of 96 answers. Several run at once on each GPU (on the CPU, where there is none), each with its
+own book.
 
     recorded   1. the untrained model answers (learning rate 0) and its answers are recorded;
                2. a run without an engine trains on that book alone;

@@ -13,8 +13,9 @@ import pytest
 from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig
-from rollbook.learner.batches import rows_of
+from rollbook.learner.batches import drawn, rows_of
 from rollbook.learner.errors import BadSetting, NothingToTrain
+from rollbook.learner.rows import Draw
 from rollbook.learner.train import without_keys
 from rollbook.store.book import open_book
 
@@ -203,6 +204,12 @@ def test_a_model_that_is_needed_is_asked_for_by_name(
     with pytest.raises(ValueError, match=said):
         run(echo_config(tmp_path, model, **settings), EchoRollouts())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_book_says_what_tokens_were_drawn_from() -> None:
+    assert drawn('{"temperature": 0.7, "top_p": 0.9, "top_k": 20}', "processed") == Draw(0.7, 0.9, 20)
+    assert drawn('{"temperature": 0.7}', "raw") == drawn('{"temperature": 0.0}', "processed") == Draw()
+    assert drawn("{}", "processed") is None is drawn(None, None)
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:

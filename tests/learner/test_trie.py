@@ -1,5 +1,7 @@
 """A token computed once counts exactly as if it were computed in every row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from rollbook.learner.backend import segments
 from rollbook.learner.backend.attention import NAME, attend, block_mask, dense_mask
 from rollbook.learner.backend.head import Distribution
 from rollbook.learner.backend.model import TreeModel
-from rollbook.learner.rows import Rows
+from rollbook.learner.rows import Draw, Rows
 from rollbook.learner.trie import Trie, build, micro_batches, pack
 
 
@@ -86,6 +88,23 @@ def test_a_tree_in_dense_pieces_is_the_tree(seed: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     expected = gradients(model, loss(*plain))
     torch.testing.assert_close(gradients(model, loss(*pieces)), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_row_has_the_distribution_it_was_drawn_from(seed: int) -> None:
+    model = tiny_model(seed=seed, dtype=torch.float64)
+    rows = random_rows(seed)
+    kinds = (Draw(temperature=0.6), None, Draw(temperature=1.3, top_k=5), Draw(top_p=0.8))
+    draws = [kinds[i] for i in np.random.default_rng(seed).integers(0, len(kinds), len(rows))]
+    tries = list(micro_batches(replace(rows, draws=draws), max_tokens=10_000))
+    together = by_trie(model, rows, tries, Distribution(temperature=0.9))
+    for draw in kinds:
+        d = Distribution(temperature=0.9) if draw is None else Distribution(draw.temperature, draw.top_p, draw.top_k)
+        mine = np.flatnonzero([one == draw for one in draws])
+        alone = by_trie(model, rows, [build(rows, mine)], d)
+        at = np.flatnonzero(np.isin(rows.row_E, mine))
+        for one, other in zip(together, alone, strict=True):
+            torch.testing.assert_close(one[at], other[at], rtol=1e-10, atol=1e-12)
 
 
 def test_a_fork_that_saves_little_is_made_further_up() -> None:

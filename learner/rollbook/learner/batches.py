@@ -22,7 +22,7 @@ from rollbook.store.expressions import parse
 from .algorithms import Algorithm
 from .config import CreditConfig, SelectionConfig, TrainConfig
 from .errors import NothingToTrain
-from .rows import Floats, Rows
+from .rows import Draw, Floats, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ def load_rows(
         f"""
         with judged as ({episode_rewards_query(None if credit is None else credit.reward)})
         select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, e.run_id,
-          i.finish_reason, i.n_output, judged.value as reward
+          i.finish_reason, i.n_output, i.sampling, i.logprobs_mode, judged.value as reward
         from interactions i join episodes e using (episode_id) left join judged using (episode_id)
         where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
         {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
@@ -286,11 +286,25 @@ def load_rows(
         rewards=np.array([np.nan if row["reward"] is None else row["reward"] for row in order], np.float64),
         is_cut=np.array([row["finish_reason"] == "length" for row in order], np.bool_),
         advantages=np.zeros(len(ids)),
+        draws=[drawn(row["sampling"], row["logprobs_mode"]) for row in order],
     )
     paths = [rows.path(r).astype(">u4").tobytes() for r in range(len(rows))]
     keys = [(natural(rows.group_ids[r]), paths[r], rows.interaction_ids[r]) for r in range(len(rows))]
     kept = [r for r in sorted(range(len(rows)), key=keys.__getitem__) if credit is None or np.isfinite(credits[r])]
     return rows.take(np.array(kept, np.int64))
+
+
+def drawn(sampling: str | None, logprobs_mode: str | None) -> Draw | None:
+    """The distribution that an interaction's logprobs are of; None where the book does not say.
+
+    Raw logprobs are of the model's own distribution, whatever it was drawn from. Greedy ones are too.
+    """
+    said = json.loads(sampling) if sampling else {}
+    if "temperature" not in said:
+        return None
+    if logprobs_mode == "raw" or not said["temperature"]:
+        return Draw()
+    return Draw(float(said["temperature"]), float(said.get("top_p", 1.0)), int(said.get("top_k", 0)))
 
 
 def scored(book: Book, rows: Rows, scorer: str) -> Floats:

@@ -100,7 +100,7 @@ class ActorConfig(ModelConfig):
 
     optimizer: OptimizerConfig = msgspec.field(default_factory=OptimizerConfig)  # of the policy
     lora: LoraConfig | None = None  # null: all weights are trained
-    temperature: float | None = None  # logprobs are those of this temperature; null: the engine's (gconfig)
+    temperature: float | None = None  # logprobs are those of this temperature; null: as each request was drawn
 
     weight_update_mode: Literal["disk"] = "disk"  # how engines get new weights
 

@@ -50,6 +50,8 @@ def learn(
     PoliciesDisagree before anything is changed where engine and learner are too far apart.
     """
     check_vocabulary(rows, actor)
+    if config.temperature is not None:
+        rows = replace(rows, draws=())  # the settings know better than the book
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
     tries = tries_of(rows, config.mb_spec, actor)
     mask_E = trained_mask(rows, config, version)

@@ -16,6 +16,15 @@ Floats = npt.NDArray[Any]
 """Of any floating type."""
 
 
+@dataclass(frozen=True)
+class Draw:
+    """What a request asked for: the distribution that its logprobs are of."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """R interactions. `ids[starts[r]:starts[r+1]]` is the prompt and then the output of row r."""
@@ -32,6 +41,7 @@ class Rows:
     rewards: Floats  # R, the whole episode's reward
     is_cut: npt.NDArray[np.bool_]  # R, the output ended at a length limit
     advantages: Floats = field(default_factory=lambda: np.empty(0))  # R once known
+    draws: Sequence[Draw | None] = ()  # R; None, or none at all: as the settings say
 
     def __len__(self) -> int:
         return len(self.interaction_ids)
@@ -94,4 +104,5 @@ class Rows:
             rewards=self.rewards[rows],
             is_cut=self.is_cut[rows],
             advantages=self.advantages[rows] if len(self.advantages) else self.advantages,
+            draws=[self.draws[r] for r in rows] if self.draws else (),
         )

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from .rows import Floats, Ints, Rows
+from .rows import Draw, Floats, Ints, Rows
 
 Form = Literal["trie", "paths"]
 
@@ -31,11 +31,13 @@ class Trie:
     ids_T: Ints
     depth_T: Ints  # position in the path: what the model's position embedding sees
     end_T: Ints  # end of the node's subtree: node k is seen by q iff k <= q < end_T[k]
-    node_P: Ints  # predictors, ascending
+    node_P: Ints  # predictors, ascending; one for each distribution that is asked of a node
     predictor_E: Ints  # which predictor's logits an entry needs
     target_E: Ints  # the token sampled there
     row_E: Ints  # position in row_indices
     entry_E: Ints  # index of the entry in the batch
+    draws: tuple[Draw | None, ...] = (None,)  # the distributions that its tokens were drawn from
+    draw_P: Ints | None = None  # which of them a predictor has; None: the first
 
     @property
     def n_nodes(self) -> int:
@@ -77,17 +79,23 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie", l
     empty = np.empty(0, np.int64)
     node_E = np.concatenate([nodes[int(r)] for r in chosen]) if len(chosen) else empty
     entry_E = np.concatenate([np.arange(out[r], out[r + 1]) for r in chosen]) if len(chosen) else empty
-    node_P, predictor_E = np.unique(node_E, return_inverse=True)
+    row_E = np.repeat(np.arange(len(chosen)), rows.n_output[chosen])
+    drawn = [rows.draws[r] for r in chosen] if rows.draws else [None] * len(chosen)
+    draws = tuple(dict.fromkeys(drawn)) or (None,)
+    draw_E = np.array([draws.index(draw) for draw in drawn], np.int64)[row_E]
+    asked_P, predictor_E = np.unique(node_E * len(draws) + draw_E, return_inverse=True)
     return Trie(
         row_indices=chosen,
         ids_T=np.concatenate(ids) if ids else empty,
         depth_T=np.concatenate(depths) if depths else empty,
         end_T=end_T,
-        node_P=node_P,
+        node_P=asked_P // len(draws),
         predictor_E=predictor_E,
         target_E=outputs[entry_E],
-        row_E=np.repeat(np.arange(len(chosen)), rows.n_output[chosen]),
+        row_E=row_E,
         entry_E=entry_E,
+        draws=draws,
+        draw_P=asked_P % len(draws),
     )
 
 

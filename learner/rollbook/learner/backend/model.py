@@ -3,9 +3,11 @@
 Shapes: [B, L] packed nodes, P predictors, E entries, H hidden size.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,6 +15,7 @@ from transformers.utils import logging
 
 from rollbook.learner.config import ModelConfig
 from rollbook.learner.errors import BadSetting
+from rollbook.learner.rows import Ints
 from rollbook.learner.trie import Trie, pack
 
 from . import attention, segments
@@ -117,20 +120,32 @@ class TreeModel(nn.Module):
         """logprobs_E and entropies_E; with a value head values_E and nothing."""
         device = next(self.parameters()).device
         hidden_PH = self._hidden(trie, device)
-        predictor_E = torch.as_tensor(trie.predictor_E, device=device)
         if self.value_head is not None:
-            values = self.value_head(hidden_PH)[:, 0][predictor_E]
+            values = self.value_head(hidden_PH)[:, 0][torch.as_tensor(trie.predictor_E, device=device)]
             return values.to(torch.promote_types(values.dtype, torch.float32)), values.new_empty(0)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
-        logprobs_E, entropies_P = logprobs_and_entropies(
-            hidden_PH,
-            head.weight,
-            head.bias,
-            trie.predictor_E,
-            trie.target_E,
-            self.distribution,
+        found = [self._reduced(trie, kind, hidden_PH, head) for kind in range(len(trie.draws))]
+        if len(found) == 1:
+            return found[0][1], found[0][2]
+        place = torch.as_tensor(np.argsort(np.concatenate([entries for entries, _, _ in found])), device=device)
+        return torch.cat([one for _, one, _ in found])[place], torch.cat([one for _, _, one in found])[place]
+
+    def _reduced(self, trie: Trie, kind: int, hidden_PH: Tensor, head: Any) -> tuple[Ints, Tensor, Tensor]:
+        """The entries that were drawn from the trie's distribution of that number, their logprobs and entropies."""
+        draw, distribution = trie.draws[kind], self.distribution
+        if draw is not None:
+            distribution = replace(distribution, temperature=draw.temperature, top_p=draw.top_p, top_k=draw.top_k)
+        entries, predictor_E = np.arange(len(trie.entry_E)), trie.predictor_E
+        if len(trie.draws) > 1:
+            assert trie.draw_P is not None
+            mine_P = np.flatnonzero(trie.draw_P == kind)
+            entries = np.flatnonzero(trie.draw_P[predictor_E] == kind)
+            predictor_E = np.searchsorted(mine_P, predictor_E[entries])
+            hidden_PH = hidden_PH[torch.as_tensor(mine_P, device=hidden_PH.device)]
+        logprobs, entropies_P = logprobs_and_entropies(
+            hidden_PH, head.weight, head.bias, predictor_E, trie.target_E[entries], distribution
         )
-        return logprobs_E, entropies_P[predictor_E]
+        return entries, logprobs, entropies_P[torch.as_tensor(predictor_E, device=hidden_PH.device)]
 
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
