@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig
 from rollbook.learner.batches import drawn, rows_of
 from rollbook.learner.errors import BadSetting, NothingToTrain
+from rollbook.learner.metrics import check_writers
 from rollbook.learner.rows import Draw
-from rollbook.learner.train import without_keys
+from rollbook.learner.train import throughput, without_keys
 from rollbook.store.book import open_book
+from rollbook.store.errors import BadEvent
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +49,8 @@ def test_every_step_is_in_the_book(tmp_path: Path, model: str) -> None:
     rollouts = EchoRollouts()
     metrics = run(config, rollouts)
     assert [m["step"] for m in metrics] == [0, 1, 2]
+    assert all(m["n_computed"] == 10 * 3 for m in metrics)  # ten prompts of three tokens; an output predicts nothing
+    assert all(m["tokens_per_s"] > m["computed_per_s"] > 0 for m in metrics)
     assert rollouts.published == [0, 1, 2, 3]
     with open_book(config.book_path) as book:
         ledger = book.sql("select step, n_rows, trained_at is not null as ok from batches order by step").to_pylist()
@@ -210,6 +215,33 @@ def test_the_book_says_what_tokens_were_drawn_from() -> None:
     assert drawn('{"temperature": 0.7, "top_p": 0.9, "top_k": 20}', "processed") == Draw(0.7, 0.9, 20)
     assert drawn('{"temperature": 0.7}', "raw") == drawn('{"temperature": 0.0}', "processed") == Draw()
     assert drawn("{}", "processed") is None is drawn(None, None)
+
+
+def test_mfu_is_six_operations_per_parameter_and_computed_token() -> None:
+    backend = SimpleNamespace(n_parameters=10**9, peak_flops=1e15)
+    metrics = {"n_tokens": 3e5, "n_computed": 1e5, "train_s": 2.0}
+    found = throughput(metrics, backend)  # type: ignore[arg-type]
+    assert found == {"tokens_per_s": 1.5e5, "computed_per_s": 5e4, "mfu": pytest.approx(0.3)}
+
+
+def test_a_nan_reward_is_refused_where_it_enters_the_book(tmp_path: Path, model: str) -> None:
+    with pytest.raises(BadEvent, match="must be a finite number, got nan"):
+        run(echo_config(tmp_path, model), EchoRollouts(lambda task, output: float("nan")))
+
+
+def test_a_writer_that_is_not_installed_is_named_before_anything_is_loaded() -> None:
+    config = TrainConfig()
+    check_writers(config)
+    config.stats_logger.tensorboard.path = "anywhere"
+    with pytest.raises(ValueError, match=r"stats_logger\.tensorboard\.path is set and the package no_such is not here"):
+        check_writers(config, {"no_such": "stats_logger.tensorboard.path"})
+
+
+def test_engine_and_learner_that_differ_are_told(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(echo_config(tmp_path, model, total_train_epochs=1, actor__logprob_gap_warn=-1.0), EchoRollouts())
+    assert "engine and learner differ by 0.000 nats per token on fresh tokens" in capsys.readouterr().err
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:

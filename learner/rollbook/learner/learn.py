@@ -117,6 +117,7 @@ def learn(
         for name, value in train_part(part).items():
             metrics[name] = metrics.get(name, 0.0) + value / len(parts)
     metrics |= gap(now_E, rows, mask_E, version)
+    metrics["n_computed"] = float(sum(trie.n_nodes for trie in tries))  # what is shared, once
     metrics |= describe(rows, mask_E, advantages_E, version)
     return Learned(metrics, now_E, entropy_E)
 

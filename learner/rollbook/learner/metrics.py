@@ -1,6 +1,7 @@
 """Where a run's numbers go besides the book: a JSON-lines file, TensorBoard, W&B, and a line for whoever watches."""
 
 import importlib
+import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .config import TrainConfig
+from .errors import BadSetting
+
+WRITERS = {"tensorboard": "stats_logger.tensorboard.path", "wandb": "stats_logger.wandb.mode"}
+
+
+def check_writers(config: TrainConfig, writers: Mapping[str, str] = WRITERS) -> None:
+    """Raise BadSetting where metrics shall go to what is not installed. writers: package -> the setting that asks."""
+    logger = config.stats_logger
+    wanted = {
+        "stats_logger.tensorboard.path": logger.tensorboard.path is not None,
+        "stats_logger.wandb.mode": logger.wandb.mode != "disabled",
+    }
+    for package, setting in writers.items():
+        if wanted[setting] and importlib.util.find_spec(package) is None:
+            raise BadSetting(f"{setting} is set and the package {package} is not here; pip install {package}")
 
 
 class Report:
@@ -110,6 +126,7 @@ def summary(metrics: Mapping[str, float]) -> str:
         ("gap", "gap", ".3f"),
         ("staleness", "stale", ".1f"),
         ("tokens_per_s", "tok/s", ".0f"),
+        ("mfu", "mfu", ".2f"),
         ("version", "version", ".0f"),
     ):
         if name in metrics:

@@ -231,7 +231,7 @@ class Run:
             critic_config=self.config.critic,
         )
         learned.metrics["train_s"] = time.monotonic() - began
-        learned.metrics["tokens_per_s"] = learned.metrics["n_tokens"] / learned.metrics["train_s"]
+        learned.metrics.update(throughput(learned.metrics, self.actor))
         if learned.metrics.get("gap_fresh", 0.0) > self.config.actor.logprob_gap_warn:
             self.report.say(
                 f"engine and learner differ by {learned.metrics['gap_fresh']:.3f} nats per token on fresh tokens "
@@ -366,6 +366,19 @@ class Run:
         self.book.log.append_blocking(
             *(fact if isinstance(fact, Event) else Event(run_id=self.config.run_id, fact=fact) for fact in facts)
         )
+
+
+def throughput(metrics: Mapping[str, float], actor: Backend) -> dict[str, float]:
+    """Tokens of the batch per second, however often they stand in it; of those, what was computed; and the MFU.
+
+    MFU: 6 operations per parameter and computed token, of what the devices could do (Chowdhery et al. 2022, "PaLM",
+    appendix B, without attention). The passes that only score are in the time and not in the operations.
+    """
+    computed_per_s = metrics["n_computed"] / metrics["train_s"]
+    found = {"tokens_per_s": metrics["n_tokens"] / metrics["train_s"], "computed_per_s": computed_per_s}
+    if actor.peak_flops is not None:
+        found["mfu"] = 6 * actor.n_parameters * computed_per_s / actor.peak_flops
+    return found
 
 
 def without_keys(config: Any) -> Any:

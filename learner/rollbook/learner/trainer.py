@@ -16,7 +16,7 @@ from .backend import Backend, make_backend, ranks_of
 from .batches import Group, recorded_groups
 from .config import ModelConfig, OptimizerConfig, TrainConfig
 from .errors import BadSetting
-from .metrics import Report
+from .metrics import Report, check_writers
 from .rollouts import Rollouts, find_rollouts
 from .train import Run, train
 
@@ -90,6 +90,7 @@ class PPOTrainer:
             raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
         if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None and config.ref_scores is None:
             raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path, or ref_scores")
+        check_writers(config)
         n_ranks = ranks_of(config.actor.backend)
         is_shared = config.actor.backend != "single"
         if is_shared:

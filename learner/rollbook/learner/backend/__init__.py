@@ -45,6 +45,8 @@ class Backend(Protocol):
     ranks: int  # processes that share the micro-batches; their number should divide that of the micro-batches
     hidden: int  # of the model: what attention costs beside the rest
     least_shared: int  # tokens that a fork must save to be made
+    n_parameters: int  # of the model, all ranks together
+    peak_flops: float | None  # what the devices of all ranks could do in a second in the computing precision, if known
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
         """logprobs (or values) and entropies of all entries, by `Trie.entry_E`; no gradient."""

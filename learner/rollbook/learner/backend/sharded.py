@@ -87,6 +87,9 @@ class ShardedBackend:
         self.local: Shard = team.make(self._name, *args, **kwargs)
         self.vocabulary, self.hidden, self.ranks = self.local.vocabulary, self.local.hidden, team.size
         self.least_shared = self.local.least_shared
+        self.n_parameters = self.local.n_parameters
+        peak = self.local.peak_flops
+        self.peak_flops = None if peak is None else peak * team.size
 
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
         shares = deal(list(tries), self.ranks, self.hidden)

@@ -38,6 +38,18 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12}
+"""Dense bf16 FLOP/s by the makers' datasheets; those of the PCIe and NVL forms are lower."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What a GPU whose name we know could do; None elsewhere, and in precisions that use other units."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    return next((PEAKS[word] for word in words if word in PEAKS), None)
+
+
 class SingleBackend:
     """See `backend.Backend`. Without an optimizer config it only scores."""
 
@@ -75,6 +87,8 @@ class SingleBackend:
         distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
         self.model = TreeModel(model, distribution, has_values=has_values)
         self.vocabulary, self.hidden, self.ranks = self.model.vocabulary, self.model.hidden, 1
+        self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.peak_flops = peak_flops(self.device, self.dtype)
         self.least_shared = 64 if self.device.type == "cuda" else 1
         self.masters: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
