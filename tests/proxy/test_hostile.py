@@ -1,5 +1,6 @@
 """Input that nobody should send: no 5xx, no leak, and the server goes on."""
 
+import contextlib
 import copy
 import json
 import socket
@@ -235,6 +236,26 @@ def test_headers_that_do_not_come_are_not_waited_for_forever(running, monkeypatc
     served, _, _ = running
     monkeypatch.setattr(listener, "HEADER_S", 0.2)
     assert speak(served, b"GET /health HTTP/1.1\r\nhost") == b""
+
+
+def test_connections_over_the_limit_are_told_to_come_back():
+    config = ServeConfig(max_connections=3)
+    with (
+        anyio.from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
+        contextlib.ExitStack() as held,
+    ):
+        host, port = served.url.removeprefix("http://").split(":")
+        connections = [held.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(8)]
+        answer = b"".join(iter(lambda: connections[-1].recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        for connection in connections:
+            connection.close()
+        with httpx.Client(base_url=served.url, trust_env=False, timeout=5) as http:
+            while http.get("/health").status_code == 429:
+                time.sleep(0.05)
 
 
 def test_what_is_no_http_is_refused(running):

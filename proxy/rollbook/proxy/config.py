@@ -130,6 +130,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stall_s: float = 120.0  # a client that takes nothing for this long is gone
     max_body_bytes: int = 32 << 20
     max_header_bytes: int = 64 << 10
+    max_connections: int = 16_384  # open at once, and no more than there are files for; further ones get 429 and go
     body_s: float = 30.0  # to send the whole request body
     tracing: bool = False  # OpenTelemetry spans of model calls, to whatever SDK the process has set up
     stop_s: float = 5.0  # how long answers in progress may take to finish when the server stops

@@ -1,4 +1,5 @@
-"""uvicorn with what it lacks against broken or hostile clients: limits on headers, and on the time to send them."""
+"""uvicorn with what it lacks against broken or hostile clients: limits on connections and headers, and on the time to
+send them."""
 
 import errno
 import socket
@@ -15,10 +16,35 @@ HEADER_S = 15.0
 """How long a client may take over a request's headers."""
 
 
+_FULL = (
+    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b"
+)
+_WHY = (
+    b'{"error":{"message":"this server has as many connections as it may; come back, or keep fewer open",'
+    b'"type":"rate_limit_error","param":null,"code":"too_many_connections"}}'
+)
+_FULL = _FULL % (len(_WHY), _WHY)
+
+_FILES_KEPT = 256
+"""Descriptors that the log, the engine and the like may need beside connections."""
+
+
+def most_connections(wanted: int) -> int:
+    """As many as are wanted, or as the process may have files for."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(16, soft - _FILES_KEPT))
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. Its headers have a limit, and a time that `sweep` looks at: no timer per request."""
 
     max_header_bytes = 64 << 10
+    max_connections = 1 << 30
     headers_since: float | None = None  # monotonic; None while no headers are due
     _header_bytes = 0
     _on_lost: Callable[[], None] | None = None
@@ -27,6 +53,9 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.headers_since = time.monotonic()
+        if len(self.connections) > self.max_connections:
+            transport.write(_FULL)
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True

@@ -58,7 +58,7 @@ from .errors import (
 )
 from .events import HANDLERS as EVENTS
 from .front import Front, Shared, peers_of
-from .listener import Protocol, Server, bind
+from .listener import Protocol, Server, bind, most_connections
 from .metrics import Exposition, Metrics, exposition
 from .parsing import Vocabulary
 from .reading import HANDLERS as READING
@@ -648,7 +648,9 @@ def create_app(service: Service, routes: Sequence[Router] = ()) -> App:
 
 
 @asynccontextmanager
-async def listen(app: ASGIApp, listening: socket.socket, *, max_header_bytes: int, stop_s: float) -> AsyncIterator[str]:
+async def listen(
+    app: ASGIApp, listening: socket.socket, *, max_header_bytes: int, stop_s: float, max_connections: int = 1024
+) -> AsyncIterator[str]:
     """Serve an application on a socket until left; gives the address, e.g. http://127.0.0.1:8000.
 
     Leaving lets answers in progress finish for `stop_s`, then cuts them.
@@ -657,7 +659,11 @@ async def listen(app: ASGIApp, listening: socket.socket, *, max_header_bytes: in
     server = Server(
         uvicorn.Config(
             app,
-            http=type("Protocol", (Protocol,), {"max_header_bytes": max_header_bytes}),
+            http=type(
+                "Protocol",
+                (Protocol,),
+                {"max_header_bytes": max_header_bytes, "max_connections": most_connections(max_connections)},
+            ),
             ws="none",
             loop="none",
             lifespan="off",
@@ -706,6 +712,7 @@ async def _serve_app(service: Service, app: App) -> AsyncIterator[str]:
                 listening,
                 max_header_bytes=config.max_header_bytes,
                 stop_s=config.stop_s,
+                max_connections=config.max_connections,
             ) as url,
         ):
             yield url
