@@ -25,9 +25,9 @@ from rollbook.store.events import (
     Event,
     InteractionRecorded,
     RewardGiven,
-    to_batch,
 )
 from rollbook.store.memory import MemoryLog
+from rollbook.store.rows import to_batch
 from rollbook.store.selection import Credit, Selection
 
 

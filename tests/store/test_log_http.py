@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 
 from rollbook.store import BookNotFound, DirectoryLog, LogClosed, LogWriteFailed
-from rollbook.store.events import from_batch, to_batch
+from rollbook.store.events import from_batch
 from rollbook.store.http import HttpLog, encode_stream
+from rollbook.store.rows import to_batch
 from store_histories import interaction
 from store_served import KEY, Server
 

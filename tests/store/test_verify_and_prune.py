@@ -20,10 +20,11 @@ from rollbook.store import (
     TokensScored,
     plan_prune,
     prune,
+    rows,
     verify,
 )
 from rollbook.store import frames as frames_module
-from rollbook.store.events import from_batch, to_batch
+from rollbook.store.events import from_batch
 from store_histories import interaction, same
 
 
@@ -133,8 +134,8 @@ def write_unchecked(path: Path, *events: Event) -> None:
     """A segment that no log would write: what a bug or another program may have left."""
     DirectoryLog(path, "w").close()
     (segment,) = path.glob("log/w/*.log")
-    batch = to_batch(list(events), writer="w", first_position=0)
-    segment.write_bytes(b"".join(bytes(b) for b in frames_module.encode(batch, 0, b"\0" * 16, b"\xff" * 16)))
+    message = rows.message([rows.encode(event) for event in events], "w", 0)
+    segment.write_bytes(b"".join(frames_module.encode(message, len(events), 0, b"\0" * 16, b"\xff" * 16)))
 
 
 def test_what_a_log_would_refuse_is_found(tmp_path: Path) -> None:

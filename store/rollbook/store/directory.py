@@ -23,22 +23,22 @@ import os
 import queue
 import re
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import pyarrow as pa
 
-from . import frames
+from . import frames, rows
 from ._version import __version__
 from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
-from .events import SCHEMA, Event, check, to_batch
+from .events import SCHEMA, Event, check
 from .log import START, Cursor, Frame, advance
 from .sealing import SealingStopped, seal, sync_folder
 from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
@@ -50,9 +50,10 @@ LAKE_FORMAT = 2
 
 _log = logging.getLogger("rollbook.store")
 _WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_DRAIN_EVENTS = 512
 _DRAIN_BYTES = 32 << 20
-_FRAME_BYTES = 1 << 31  # a frame's length has 32 bits
+_SPLIT_BYTES = 512 << 10  # more than this is not written at once where others would wait meanwhile: see `_share`
+_IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))  # buffers that one call writes
+_APPEND_BYTES = (1 << 31) - _DRAIN_BYTES  # Arrow's offsets have 31 bits
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
 _PATIENCE_S = 0.1  # followers wait for a writer to say that a frame is synced, then sync it themselves
 _PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
@@ -135,11 +136,12 @@ class SeenIds:
         self._chain = chain
         last = chain.segments[-1]
         self.recent: dict[bytes, int] = {id_: last.first + i for i, id_ in enumerate(last.ids()[1].to_pylist())}
+        self._newest = chain.segments[-2].newest if len(chain.segments) > 1 else b""  # of all but the last segment
         self._sorted: OrderedDict[int, tuple[Any, Any, pa.Array]] = OrderedDict()
 
     def find(self, event_id: bytes) -> int | None:
         position = self.recent.get(event_id)
-        if position is not None:
+        if position is not None or event_id > self._newest:
             return position
         for segment in reversed(self._chain.segments[:-1]):
             if event_id > segment.newest:  # of this and all before it
@@ -149,6 +151,11 @@ class SeenIds:
                 if position is not None:
                     return position
         return None
+
+    def begin_segment(self) -> None:
+        """The last segment has been closed: its ids are looked up there."""
+        self._newest = self._chain.segments[-2].newest
+        self.recent.clear()
 
     def _find_in(self, segment: Segment | Sealed, event_id: bytes) -> int | None:
         found = self._sorted.get(segment.first)
@@ -174,11 +181,20 @@ class SeenIds:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    events: tuple[Event, ...]
+    rows: list[rows.Row]
+    size_bytes: int
     future: "asyncio.Future[list[int]] | Future[list[int]]"
     loop: asyncio.AbstractEventLoop | None  # None: the future belongs to a thread
     positions: list[int] = field(default_factory=list)
     error: BaseException | None = None
+
+
+class _Commit(NamedTuple):
+    """What one sync makes durable: a frame, and who waits for it. Without rows it has nothing to write."""
+
+    requests: list[_Request]
+    taken: dict[bytes, int]  # event id -> position
+    buffers: list[bytes]  # of the frame
 
 
 class DirectoryLog:
@@ -326,19 +342,17 @@ class DirectoryLog:
             return []
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[int]] = loop.create_future()
-        self._submit(_Request(events, future, loop))
+        self._submit(_request(events, future, loop))
         return await future
 
     def append_blocking(self, *events: Event) -> list[int]:
         if not events:
             return []
         future: Future[list[int]] = Future()
-        self._submit(_Request(events, future, None))
+        self._submit(_request(events, future, None))
         return future.result()
 
     def _submit(self, request: _Request) -> None:
-        for event in request.events:
-            check(event)
         if os.getpid() != self._pid:  # forked: the thread that writes is the parent's
             raise LogClosed(f"{self.path} was opened by process {self._pid}, not by this one; open the book again here")
         with self._accepting:
@@ -356,96 +370,86 @@ class DirectoryLog:
             self._queue.put(request)
 
     def _write_loop(self) -> None:
-        """The writer's thread: take what is waiting, commit it, answer. Ends on None or after a failure."""
+        """The writer's thread: take what is waiting, commit it, answer. Ends on None or after a failure.
+
+        The next frame is laid out before the last one is answered: answering wakes event loops, and while they have
+        the interpreter this thread could not; so they get it when the disk has work.
+        """
+        waiting: deque[_Request] = deque()
+        synced: list[_Request] = []  # durable, not answered yet
         is_open = True
-        while is_open:
-            requests: list[_Request] = []
-            n_events = n_bytes = 0
-            item = self._queue.get()
-            while True:
-                if item is None:
-                    is_open = False
-                    break
-                requests.append(item)
-                if not item.events:  # from `seal`
-                    break
-                n_events += len(item.events)
-                n_bytes += sum(map(_size_bytes, item.events))
-                if n_events >= _DRAIN_EVENTS or n_bytes >= _DRAIN_BYTES:
-                    break
-                try:
-                    item = self._queue.get_nowait()
-                except queue.Empty:
-                    break
+        while is_open or waiting:
+            is_open = self._drain(waiting, may_block=not synced and not waiting) and is_open
+            requests = _share(waiting, synced)
             try:
-                self._commit(requests)
-                if not all(request.events for request in requests):
+                commit = self._lay_out(requests)
+                _answer(synced)
+                synced = []
+                if commit.buffers:
+                    self._write(commit)
+                if not all(request.rows for request in requests):
                     self._roll()
             except Exception as error:  # whatever it is, nobody may wait for ever, and no more may be promised
+                _answer(synced)
+                requests.extend(waiting)
                 self._stop(requests, error)
-                is_open = False
-            _answer(requests)
+                _answer(requests)
+                return
+            synced = requests
+        _answer(synced)
 
-    def _commit(self, requests: list[_Request]) -> None:
+    def _drain(self, waiting: "deque[_Request]", may_block: bool) -> bool:
+        """Move what is queued to `waiting`. False once the log is closed."""
+        try:
+            item = self._queue.get(may_block)
+            while item is not None:
+                waiting.append(item)
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _lay_out(self, requests: list[_Request]) -> _Commit:
+        """Give positions to what is new, and the bytes to write."""
         chain = self._chains[self._writer or ""]
-        fresh: dict[bytes, Event] = {}
+        fresh: list[rows.Row] = []
         taken: dict[bytes, int] = {}
         first = chain.next
         for request in requests:
-            request.positions = []
-            for event in request.events:
-                id_ = event.event_id
+            for row in request.rows:
+                id_ = row[1]
                 position = self._seen.find(id_)
                 if position is None:
                     position = taken.get(id_)
                 if position is None:
                     position = taken[id_] = first + len(fresh)
-                    fresh[id_] = event
+                    fresh.append(row)
                 request.positions.append(position)
         if not fresh:
-            return
-        try:
-            batch = to_batch(list(fresh.values()), writer=chain.writer, first_position=first)
-            size = batch.get_total_buffer_size()  # nbytes would take longer than to encode a small frame
-            if size > _FRAME_BYTES:
-                raise BadEvent(f"one append of {size} bytes, the most is {_FRAME_BYTES}; append fewer at once")
-        except BadEvent as error:
-            if len(requests) == 1:
-                requests[0].error = error
-                return
-            for request in requests:  # one of them is bad: the others must not suffer for it
-                self._commit([request])
-            return
-        last = chain.segments[-1]
-        assert isinstance(last, Segment)
-        if last.end >= self._roll_bytes:
-            last = self._roll()
-        self._write(last, frames.encode(batch, first, min(fresh), max(fresh)))
-        self._seen.recent.update(taken)
+            return _Commit(requests, taken, [])
+        message = rows.message(fresh, chain.writer, first)
+        return _Commit(requests, taken, frames.encode(message, len(fresh), first, min(taken), max(taken)))
 
     def _roll(self) -> Segment:
         chain = self._chains[self._writer or ""]
         last = chain.segments[-1]
         if last.next > last.first:
             last = self._begin_segment(chain)
-            self._seen.recent.clear()
+            self._seen.begin_segment()
             self._to_seal.set()
         assert isinstance(last, Segment)
         return last
 
-    def _write(self, segment: Segment, buffers: "list[bytes | memoryview]") -> None:
-        frame = frames.decode_header(buffers[0])
+    def _write(self, commit: _Commit) -> None:
+        """Durable when this returns, and found by readers."""
+        segment = self._chains[self._writer or ""].segments[-1]
+        assert isinstance(segment, Segment)
+        if segment.end >= self._roll_bytes:
+            segment = self._roll()
+        frame = frames.decode_header(commit.buffers[0])
         assert frame is not None
-        offset, left = segment.end, buffers
         try:
-            while left:
-                n = os.pwritev(self._fd, left, offset)
-                offset += n
-                while left and n >= len(left[0]):
-                    n -= len(left[0])
-                    left = left[1:]
-                if n:
-                    left = [memoryview(left[0])[n:], *left[1:]]
+            _write_at(self._fd, commit.buffers, segment.end)
             self._sync(self._fd)
             self._say_synced(frame.first + frame.rows)
         except OSError:
@@ -453,6 +457,7 @@ class DirectoryLog:
                 os.ftruncate(self._fd, segment.end)
             raise
         segment.add(frame)
+        self._seen.recent.update(commit.taken)
         self.written_bytes += frame.size
 
     def _stop(self, requests: list[_Request], error: Exception) -> None:
@@ -591,7 +596,7 @@ class DirectoryLog:
         Raises LogClosed, LogCorrupt, LogWriteFailed (the disk refused; the log goes on and keeps its segments).
         """
         future: Future[list[int]] = Future()
-        self._submit(_Request((), future, None))
+        self._submit(_Request([], 0, future, None))
         future.result()
         try:
             self._seal_down_to(0)
@@ -670,9 +675,50 @@ def _listdir(path: Path) -> list[str]:
         return []
 
 
-def _size_bytes(event: Event) -> int:
-    arrays = (event.prompt_ids, event.output_ids, event.logprobs, event.versions, event.entropies)
-    return len(event.messages or b"") + 4 * sum(len(a) for a in arrays if a is not None)
+def _request(
+    events: Sequence[Event],
+    future: "asyncio.Future[list[int]] | Future[list[int]]",
+    loop: asyncio.AbstractEventLoop | None,
+) -> _Request:
+    """Raises BadEvent."""
+    for event in events:
+        check(event)
+    encoded = [rows.encode(event) for event in events]
+    size = sum(map(rows.size_bytes, encoded))
+    if size > _APPEND_BYTES:
+        raise BadEvent(f"one append of {size} bytes, the most is {_APPEND_BYTES}; append fewer events at once")
+    return _Request(encoded, size, future, loop)
+
+
+def _write_at(fd: int, buffers: Sequence[bytes], offset: int) -> None:
+    """All of them, one behind the other."""
+    for i in range(0, len(buffers), _IOV_MAX):
+        some = buffers[i : i + _IOV_MAX]
+        size = sum(map(len, some))
+        written = os.pwritev(fd, some, offset)
+        offset += size
+        if written < size:  # by a signal, a full disk, or more than 2 GiB
+            rest = memoryview(b"".join(some))[written:]
+            while rest:
+                rest = rest[os.pwrite(fd, rest, offset - len(rest)) :]
+
+
+def _share(waiting: "deque[_Request]", synced: list[_Request]) -> list[_Request]:
+    """Take from `waiting` what goes into the next frame: all of it, or half of what is outstanding where that is much.
+
+    Tasks that wait for one commit come back together. If every frame took all of them, disk and tasks would wait for
+    one another; with half of them, one half is written while the other comes back.
+    """
+    outstanding = sum(r.size_bytes for r in waiting) + sum(r.size_bytes for r in synced)
+    most = min(max(outstanding // 2, _SPLIT_BYTES), _DRAIN_BYTES)
+    taken: list[_Request] = []
+    size = 0
+    while waiting and (not taken or size + waiting[0].size_bytes <= most):
+        taken.append(waiting.popleft())
+        size += taken[-1].size_bytes
+        if not taken[-1].rows:  # from `seal`
+            break
+    return taken
 
 
 def _answer(requests: list[_Request]) -> None:

@@ -13,7 +13,6 @@ reply, and then `messages.request`.
 """
 
 import os
-import struct
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -330,103 +329,12 @@ def decode_fact(kind: str, payload: str | bytes) -> Fact:
     return decoder.decode(payload)
 
 
-def _list_column(name: str, arrays: "list[npt.NDArray[Any] | None]", dtype: type[np.generic]) -> pa.Array:
-    """Built from buffers: pyarrow's checking constructors would be most of what a small commit costs."""
-    n = len(arrays)
-    only = arrays[0] if n == 1 else None
-    if isinstance(only, np.ndarray) and only.ndim == 1 and only.dtype == dtype and len(only) < 1 << 31:  # mostly
-        values = only.copy()  # the batch may outlive what the caller does with it
-        return _lists(name, 1, None, _OFFSETS.pack(0, len(values)), values)
-    is_there = [a is not None for a in arrays]
-    if not any(is_there):
-        return pa.nulls(n, _LIST_TYPES[name])
-    present = [a for a in arrays if a is not None and len(a)]
-    values = np.concatenate(present) if present else np.empty(0, dtype)
-    if values.ndim != 1:
-        raise BadEvent(f"{name} must have one dimension, got {values.ndim}")
-    if values.dtype != dtype:
-        narrow = values.astype(dtype) if np.can_cast(values.dtype, dtype, "same_kind") else None
-        if narrow is None or (np.issubdtype(dtype, np.integer) and not np.array_equal(narrow, values)):
-            raise BadEvent(f"{name} must be {np.dtype(dtype)} numbers, got {values.dtype} that do not fit")
-        values = narrow
-    lengths = [0 if a is None else len(a) for a in arrays]
-    offsets = np.zeros(n + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if offsets[-1] >= 1 << 31:
-        raise BadEvent(f"{name} of one append hold {offsets[-1]} values, more than 2^31; append fewer events at once")
-    validity = None if all(is_there) else pa.py_buffer(np.packbits(is_there, bitorder="little"))
-    return _lists(name, n, validity, offsets.astype(np.int32), values)
-
-
-def _lists(name: str, n: int, validity: pa.Buffer | None, offsets: Any, values: npt.NDArray[Any]) -> pa.Array:
-    child = pa.Array.from_buffers(_LIST_TYPES[name].value_type, len(values), [None, pa.py_buffer(values)])
-    return pa.Array.from_buffers(_LIST_TYPES[name], n, [validity, pa.py_buffer(offsets)], children=[child])
-
-
-_OFFSETS = struct.Struct("=ii")
-
-
-_LIST_TYPES = {field.name: field.type for field in SCHEMA if pa.types.is_list(field.type)}
-
-
-def _numbers(values: npt.NDArray[Any], name: str) -> pa.Array:
-    return pa.Array.from_buffers(SCHEMA.field(name).type, len(values), [None, pa.py_buffer(values)])
-
-
-def _repeated(text: str, n: int) -> pa.Array:
-    """One string `n` times."""
-    data = text.encode()
-    offsets = np.arange(n + 1, dtype=np.int32) * np.int32(len(data))
-    return pa.Array.from_buffers(pa.string(), n, [None, pa.py_buffer(offsets), pa.py_buffer(data * n)])
-
-
-def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
-    """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`.
-
-    Leaves `check` to the caller; raises BadEvent for what cannot be stored at all: a fact that is no JSON, text that
-    is no UTF-8, tokens that are no int32.
-    """
-    try:
-        batch = _to_batch(events, writer, first_position)
-        batch.validate(full=True)  # UTF-8 above all
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        if isinstance(error, BadEvent):
-            raise
-        raise BadEvent(f"an event cannot be stored: {error}") from error
-    return batch
-
-
-def _to_batch(events: "list[Event]", writer: str, first_position: int) -> pa.RecordBatch:
-    n = len(events)
-    return pa.RecordBatch.from_arrays(
-        [
-            _numbers(np.arange(first_position, first_position + n, dtype=np.int64), "position"),
-            pa.array([e.event_id for e in events], pa.binary(16)),
-            _repeated(writer, n),
-            pa.array([e.kind for e in events], pa.string()),
-            _numbers(np.full(n, SCHEMA_VERSION, np.int16), "schema_version"),
-            pa.array([e.run_id for e in events], pa.string()),
-            pa.array([e.episode_id for e in events], pa.string()),
-            pa.array([e.interaction_id for e in events], pa.string()),
-            _numbers(np.array([e.recorded_at for e in events], np.int64), "recorded_at"),
-            pa.array([_encoder.encode(e.fact) for e in events], pa.binary()).view(pa.string()),
-            pa.array([e.messages for e in events], pa.binary()).view(pa.string()),
-            _list_column("prompt_ids", [e.prompt_ids for e in events], np.int32),
-            _list_column("output_ids", [e.output_ids for e in events], np.int32),
-            _list_column("logprobs", [e.logprobs for e in events], np.float32),
-            _list_column("versions", [e.versions for e in events], np.int32),
-            _list_column("entropies", [e.entropies for e in events], np.float32),
-        ],
-        schema=SCHEMA,
-    )
-
-
 def _row(column: pa.ListArray, i: int) -> Any:
     return column[i].values.to_numpy() if column[i].is_valid else None
 
 
 def from_batch(batch: pa.RecordBatch) -> list[Event]:
-    """Reverse of `to_batch`; array columns are views of the batch's memory."""
+    """Reverse of `rows.to_batch`; array columns are views of the batch's memory."""
     get: Mapping[str, Any] = {name: batch.column(name) for name in batch.schema.names}
     plain = {
         name: get[name].to_pylist()

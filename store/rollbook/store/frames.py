@@ -10,13 +10,17 @@ safe, and ids and positions of a frame are known without touching its body.
 """
 
 import struct
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from .events import SCHEMA
+
+try:  # the same checksum, fifteen times as fast
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 MAGIC = b"RBF1"
 HEADER = struct.Struct("<4sIIIIIQ16s16s")
@@ -44,14 +48,16 @@ class Frame(NamedTuple):
         return SIZE + self.length
 
 
-def encode(batch: pa.RecordBatch, first: int, lowest: bytes, highest: bytes) -> "list[bytes | memoryview]":
-    """Buffers for one `writev`: header, body, padding."""
-    body = batch.serialize()
-    padding = bytes(-body.size % ALIGNMENT)
-    body_crc = zlib.crc32(padding, zlib.crc32(body))
-    fields = (body_crc, body.size + len(padding), batch.num_rows, LAYOUT, first, lowest, highest)
-    crc = zlib.crc32(HEADER.pack(MAGIC, 0, *fields))
-    return [HEADER.pack(MAGIC, crc, *fields), memoryview(body), padding]
+def encode(message: list[bytes], n_rows: int, first: int, lowest: bytes, highest: bytes) -> list[bytes]:
+    """Buffers to write: a header, then the body. message: the pieces of an encapsulated IPC message, together of a
+    multiple of ALIGNMENT."""
+    body_crc = length = 0
+    for piece in message:
+        body_crc = crc32(piece, body_crc)
+        length += len(piece)
+    fields = (body_crc, length, n_rows, LAYOUT, first, lowest, highest)
+    crc = crc32(HEADER.pack(MAGIC, 0, *fields))
+    return [HEADER.pack(MAGIC, crc, *fields), *message]
 
 
 def decode_header(data: bytes | memoryview | pa.Buffer) -> Frame | None:
@@ -61,13 +67,13 @@ def decode_header(data: bytes | memoryview | pa.Buffer) -> Frame | None:
     magic, crc, body_crc, length, rows, layout, first, lowest, highest = HEADER.unpack_from(data)
     if magic != MAGIC:
         return None
-    if crc != zlib.crc32(HEADER.pack(magic, 0, body_crc, length, rows, layout, first, lowest, highest)):
+    if crc != crc32(HEADER.pack(magic, 0, body_crc, length, rows, layout, first, lowest, highest)):
         return None
     return Frame(length, rows, layout, first, lowest, highest, body_crc)
 
 
 def is_body_good(frame: Frame, body: pa.Buffer) -> bool:
-    return body.size == frame.length and zlib.crc32(body) == frame.body_crc
+    return body.size == frame.length and crc32(body) == frame.body_crc
 
 
 def decode_body(frame: Frame, body: pa.Buffer) -> pa.RecordBatch:

@@ -19,8 +19,9 @@ import httpx
 import pyarrow as pa
 
 from .errors import BadEvent, BookNotFound, LogClosed, LogWriteFailed, StoreError
-from .events import SCHEMA, Event, check, to_batch
+from .events import SCHEMA, Event, check
 from .log import START, Cursor, Frame, advance
+from .rows import to_batch
 
 _WAIT_S = 1.0  # that a follower's request waits for news; so long `close` may take to end it
 _FRAME_ROWS = 256

@@ -11,8 +11,9 @@ import anyio
 import pyarrow as pa
 
 from .errors import LogClosed
-from .events import SCHEMA, Event, check, to_batch
+from .events import SCHEMA, Event, check
 from .log import START, Cursor, Frame, advance
+from .rows import to_batch
 
 
 class MemoryLog:
