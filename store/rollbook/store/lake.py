@@ -41,8 +41,9 @@ import pyarrow.parquet as pq
 
 from .directory import _WRITER_NAME, LAKE_FORMAT, read_manifest, write_manifest
 from .errors import BadEvent, BookBusy, BookNotFound, LogClosed, LogCorrupt, LogWriteFailed, StoreError
-from .events import SCHEMA, Event, check, to_batch
+from .events import SCHEMA, Event, check
 from .log import START, Cursor, Frame, advance
+from .rows import to_batch
 from .sealing import sync_folder
 
 _log = logging.getLogger("rollbook.store")
