@@ -171,9 +171,16 @@ def _fork(args: argparse.Namespace) -> None:
 
 
 def _sql(args: argparse.Namespace) -> None:
-    from .reading import print_table, query
+    from .reading import open_for_reading, print_table, query
 
-    table = query(args.book, args.query, args.params)
+    if args.query is None and not args.questions and sys.stdin.isatty() and sys.stdout.isatty():
+        from .terminal.repl import Repl
+
+        with open_for_reading(args.book) as book:
+            Repl(book, out, format=args.format).loop()
+        return
+    statement = sys.stdin.read() if args.query == "-" else args.query
+    table = query(args.book, statement, args.params)
     print_table(table, args.format, out, Path(args.output) if args.output else None)
 
 
@@ -456,8 +463,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     book_of(made)
     made.add_argument(
-        "query", nargs="?", default=None, metavar="QUERY", help="SQL, or a question's name; none: their list"
+        "query", nargs="?", default=None, metavar="QUERY", help="SQL, a question's name, or - for stdin; none: a prompt"
     )
+    made.add_argument("--questions", action="store_true", help="list the ready-made questions")
     made.add_argument("params", nargs="*", metavar="A=B", help="parameters of a question, e.g. run=demo/tools")
     made.add_argument(
         "--format", choices=["table", "csv", "json", "parquet", "arrow"], default="table", help="how to print"

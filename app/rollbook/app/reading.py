@@ -33,19 +33,26 @@ _WIDTH = 60  # of a cell; a terminal is no place for a whole config
 
 
 def query(book_path: str, statement: str | None, params: Sequence[str] = ()) -> pa.Table:
-    """Answer a statement, or a canned question by its name and `a=b` parameters, from a book, live or not.
-
-    None: the canned questions themselves. Raises StoreError.
-    """
+    """`answer` of a book at a place, live or not."""
     if statement is None:
+        return answer(None, None)
+    with open_for_reading(book_path) as book:
+        return answer(book, statement, params)
+
+
+def answer(book: Book | None, statement: str | None, params: Sequence[str] = ()) -> pa.Table:
+    """Answer a statement, or a canned question by its name and `a=b` parameters.
+
+    None: the canned questions themselves, of which no book is needed. Raises StoreError.
+    """
+    if statement is None or book is None:
         return pa.table({"question": list(CANNED), "help": [one.help for one in CANNED.values()]})
-    with open_book(book_path) as book:
-        try:
-            if statement in CANNED:
-                return book.canned(statement, **_params(params))
-            return book.sql(statement)
-        except duckdb.Error as error:
-            raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the tables and their columns)") from error
+    try:
+        if statement in CANNED:
+            return book.canned(statement, **_params(params))
+        return book.sql(statement)
+    except duckdb.Error as error:
+        raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the tables and their columns)") from error
 
 
 def _params(words: Sequence[str]) -> dict[str, Any]:
