@@ -49,11 +49,11 @@ test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of 
 $(VENV)-sdks/sdks.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-sdks
 	$(VENV)-sdks/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
-	$(VENV)-sdks/bin/pip install --quiet --editable '.[serve,train,math,agents-camel,agents-claude]' pytest pytest-timeout
+	$(VENV)-sdks/bin/pip install --quiet --editable '.[serve,train,math,hub,agents-camel,agents-claude]' pytest pytest-timeout
 	@touch $@
 
-test-sdks: $(VENV)-sdks/sdks.stamp  ## CAMEL and the Claude Agent SDK on a scripted model, in an environment of their own
-	$(VENV)-sdks/bin/python -m pytest tests/sdks/check_camel.py tests/sdks/check_claude.py
+test-sdks: $(VENV)-sdks/sdks.stamp  ## CAMEL, the Claude Agent SDK and Hugging Face datasets, in an environment of their own
+	$(VENV)-sdks/bin/python -m pytest tests/sdks/check_camel.py tests/sdks/check_claude.py tests/sdks/check_datasets.py
 
 $(VENV)-lake/lake.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lake

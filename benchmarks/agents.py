@@ -5,11 +5,13 @@ another. Prints what the book holds at the end, the loop's lag (a task that slee
 the CPU that the loop's thread used in between (the lag on a machine that is otherwise idle), CPU per episode, memory.
 
 http: agents speak plain HTTP over shared connections. openai: each episode builds its own AsyncOpenAI, as agents do.
+subproc: synchronous agents in 32 worker processes, started before the clock.
 
-Run: python benchmarks/agents.py [http|openai] [episodes] [turns]
+Run: python benchmarks/agents.py [http|openai|subproc] [episodes] [turns]
 """
 
 import asyncio
+import http.client
 import json
 import os
 import resource
@@ -27,12 +29,14 @@ from openai import AsyncOpenAI
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.runner import Runner
+from rollbook.agents.subprocesses import SubprocessAgent
 from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.engine import Generation
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import open_book
 
 ANSWER_S = 0.25
+N_WORKERS = 32
 KEY = "the-admin-key-of-the-agents-benchmark"
 
 
@@ -45,6 +49,21 @@ def script(tokenizer: Tokenizer):
         return ids
 
     return answer
+
+
+def blocking(data, base_url, api_key):
+    """A synchronous agent: in its worker process it has one connection for all its turns."""
+    host, _, path = base_url.removeprefix("http://").partition("/")
+    messages, headers = list(data["messages"]), {"authorization": f"Bearer {api_key}"}
+    connection = http.client.HTTPConnection(host, timeout=120)
+    for _ in range(data["n_turns"]):
+        connection.request(
+            "POST", f"/{path}/chat/completions", json.dumps({"model": "m", "messages": messages}), headers
+        )
+        reply = json.load(connection.getresponse())
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+    connection.close()
+    return 1.0
 
 
 class Lag:
@@ -62,18 +81,18 @@ class Lag:
             self.busy.append(time.thread_time() - cpu)
 
 
-async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list, Lag, float]:
-    """The episodes, the lag, and the CPU seconds of this process."""
+async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list, Lag, float, float]:
+    """The episodes, the lag, the CPU seconds of this process, and how long it took."""
     lag = Lag()
     connector = aiohttp.TCPConnector(limit=0)
-    async with ProxyClient(url, KEY) as client, aiohttp.ClientSession(connector=connector) as http:
+    async with ProxyClient(url, KEY) as client, aiohttp.ClientSession(connector=connector) as session:
 
         async def plain(data, base_url, api_key):
             messages = list(data["messages"])
             headers = {"authorization": f"Bearer {api_key}"}
             for _ in range(n_turns):
                 body = {"model": "m", "messages": messages}
-                async with http.post(f"{base_url}/chat/completions", json=body, headers=headers) as answer:
+                async with session.post(f"{base_url}/chat/completions", json=body, headers=headers) as answer:
                     answer.raise_for_status()
                     reply = await answer.json()
                 messages += [reply["choices"][0]["message"], {"role": "user", "content": "And then?"}]
@@ -88,14 +107,29 @@ async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list,
                     messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And then?"}]
             return 1.0
 
-        tasks = tasks_of([{"messages": [{"role": "user", "content": "Begin."}]}])
-        runner = Runner(client, plain if kind == "http" else sdk, run_id="bench", n_samples=n_episodes)
+        row = {"messages": [{"role": "user", "content": "Begin."}]}
+        agents = {"http": plain, "openai": sdk, "subproc": None}
+        agent = agents[kind] or SubprocessAgent(blocking, max_workers=N_WORKERS)
+        if kind == "subproc":  # the processes start with their first call
+            warm = Runner(client, agent, run_id="warm", n_samples=N_WORKERS)
+            await warm.run(tasks_of([{**row, "n_turns": 1}]))
+        tasks = tasks_of([{**row, "n_turns": n_turns}])
+        runner = Runner(client, agent, run_id="bench", n_samples=n_episodes)
+        began = time.monotonic()
         cpu = time.process_time()
         async with anyio.create_task_group() as group:
             group.start_soon(lag.watch)
             episodes = await runner.run(tasks)
             group.cancel_scope.cancel()
-    return episodes, lag, time.process_time() - cpu
+        seconds = time.monotonic() - began
+        runner.workflow.close()
+    return episodes, lag, time.process_time() - cpu, seconds
+
+
+def peak_mb(pid: int) -> float:
+    """Peak resident memory of a process (Linux)."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
 def main(kind: str = "http", n_episodes: int = 1000, n_turns: int = 8) -> None:
@@ -109,15 +143,15 @@ def main(kind: str = "http", n_episodes: int = 1000, n_turns: int = 8) -> None:
             try:
                 while not address.exists() and server.poll() is None:
                     time.sleep(0.05)
-                began = time.monotonic()
-                episodes, lag, cpu = asyncio.run(run(kind, n_episodes, n_turns, json.loads(address.read_text())["url"]))
-                seconds = time.monotonic() - began
+                url = json.loads(address.read_text())["url"]
+                episodes, lag, cpu, seconds = asyncio.run(run(kind, n_episodes, n_turns, url))
+                server_peak = peak_mb(server.pid)
             finally:
                 server.terminate()
         with open_book(f"{folder}/book") as book:
             (held,) = book.sql(
                 "select count(*) filter (state = 'done') as done, sum(n_interactions)::int as calls, "
-                "count(reward) as rewarded from episodes"
+                "count(reward) as rewarded from episodes where run_id = 'bench'"
             ).to_pylist()
     lost = [e for e in episodes if e.state != "done" or e.n_interactions != n_turns]
     milliseconds = {name: np.percentile(np.array(values) * 1000, [50, 99, 100]) for name, values in vars(lag).items()}
@@ -126,7 +160,10 @@ def main(kind: str = "http", n_episodes: int = 1000, n_turns: int = 8) -> None:
     print(f"  in the book: {held}; not as they should be: {len(lost)}")
     for name, (p50, p99, most) in milliseconds.items():
         print(f"  loop {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, most {most:.1f} ms")
-    print(f"  CPU of this process: {cpu:.1f} s, {cpu / n_episodes * 1000:.1f} ms an episode; peak memory {peak:.0f} MB")
+    print(
+        f"  CPU of this process: {cpu:.1f} s, {cpu / n_episodes * 1000:.1f} ms an episode; peak memory {peak:.0f} MB, "
+        f"the server's {server_peak:.0f} MB"
+    )
     assert not lost
     assert held == {"done": n_episodes, "calls": n_episodes * n_turns, "rewarded": n_episodes}
 

@@ -1,10 +1,13 @@
 """Runs one agent inline against a real server and a scripted model, as a program of its own; prints what came of it.
 
 Agents keep clients beyond their episodes and close none, which is their business in a program and ours in a test run.
-usage: python agents_example.py WORKFLOW SCRIPT [thread]
+vendor: as in production: nobody runs it, only the vendor's own variables say where its model is.
+usage: python agents_example.py WORKFLOW SCRIPT [thread|vendor]
 """
 
+import inspect
 import json
+import os
 import sys
 
 import anyio
@@ -13,14 +16,23 @@ import agents_scripts
 from proxy_serving import serving
 from rollbook.agents.data import tasks_of
 from rollbook.agents.runner import Runner
+from rollbook.agents.subprocesses import environment
 from rollbook.agents.threads import in_thread_loop
+from rollbook.agents.workflow import Session, load
 from rollbook.proxy.client import ProxyClient
 
 ROWS = [{"messages": [{"role": "user", "content": "What is 3 * 4 + 5?"}], "answer": "17"}]
 
 
-async def main(workflow: str, script: str, *, in_thread: bool) -> None:
+async def main(workflow: str, script: str, *, in_thread: bool, is_deployed: bool) -> None:
     async with serving(getattr(agents_scripts, script)) as served:
+        if is_deployed:
+            opened = await served.client.start_session("deployed")
+            os.environ.update(environment(Session(session_id="", api_key=opened.api_key, base_url=served.base_url)))
+            run_it = load(workflow)().run
+            returned = run_it(dict(ROWS[0]))
+            print(json.dumps({"returned": await returned if inspect.isawaitable(returned) else returned}))
+            return
 
         async def run() -> list:
             async with ProxyClient(served.url, served.service.admin_key) as client:
@@ -43,4 +55,5 @@ async def main(workflow: str, script: str, *, in_thread: bool) -> None:
 
 
 if __name__ == "__main__":
-    anyio.run(lambda: main(sys.argv[1], sys.argv[2], in_thread="thread" in sys.argv[3:]))
+    how = sys.argv[3:]
+    anyio.run(lambda: main(sys.argv[1], sys.argv[2], in_thread="thread" in how, is_deployed="vendor" in how))

@@ -181,3 +181,15 @@ def test_a_missing_script_is_told(tmp_path):
 
     with pytest.raises(FileNotFoundError, match=r"there is no script .*train.py"):
         run([str(tmp_path / "train.py")])
+
+
+def test_every_key_of_areals_agentic_configs_is_accepted_and_what_has_no_meaning_is_named_once(caplog):
+    from rollbook.app.areal_compat import load_expr_config
+    from rollbook.app.config import GRPOConfig
+
+    path = Path(__file__).with_name("areal_keys.yaml")
+    config, _ = load_expr_config(["--config", str(path), "scheduler.type=local"], GRPOConfig)
+    first, *notes = [record.getMessage() for record in caplog.records]
+    assert first.endswith("are left out: actor.reward_norm.group_size, stats_logger.swanlab")
+    assert [note.split("' is not here")[0].rsplit("'", 1)[1] for note in notes] == ["sglang:d4", "fsdp:d4", "xccl"]
+    assert (config.actor.optimizer.lr, config.gconfig.stop, config.credit.gamma) == (1e-5, (), 0.9)

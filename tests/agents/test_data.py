@@ -1,5 +1,6 @@
 """Rows, their ids and their order."""
 
+import importlib.metadata
 import json
 import sys
 from types import SimpleNamespace
@@ -63,8 +64,15 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"has no train.jsonl"):
         read(tmp_path / "folder")
-    with pytest.raises(DataError, match="pip install datasets"):
-        read("openai/gsm8k-of-nobody")
+
+
+def test_a_hub_id_without_the_hubs_package_says_what_to_install(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(DataError, match=r"pip install 'rollbook\[hub\]'"):
+        read("somebody/something")
 
 
 def test_rows_that_are_too_long_are_left_out():

@@ -33,6 +33,18 @@ def test_the_seeds_agent_runs_on_an_event_loop_outside_the_main_thread():
     )
 
 
+@pytest.mark.parametrize(
+    ("workflow", "script", "reward"),
+    [
+        ("openai_agents_math.MathAgent", "calculator", 1.0),
+        ("langchain_math.MathAgent", "calculator", 1.0),
+        ("pydantic_ai_math.MathAgent", "calculator", 1.0),
+    ],
+)
+def test_the_same_agent_is_deployed_with_only_its_vendors_variables(workflow, script, reward):
+    assert run_example(workflow, script, "vendor")["returned"] == reward
+
+
 def test_planner_and_workers_are_recorded_and_rewarded_by_role():
     result = run_example("planner_workers.PlannerAndWorkers", "planning")
     assert result["episodes"] == [["done", None, 3.0, 4]] * 2

@@ -232,7 +232,7 @@ def _read_hub(path: str, split: str, kwargs: Mapping[str, Any]) -> Iterable[Mapp
     except importlib.metadata.PackageNotFoundError as error:
         raise DataError(
             f"{path!r} is neither a file nor a folder here, so it can only be a Hugging Face dataset id, and those "
-            "need the `datasets` package: pip install datasets"
+            "need the `datasets` package: pip install 'rollbook[hub]'"
         ) from error
     from datasets import load_dataset
 

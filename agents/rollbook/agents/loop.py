@@ -114,7 +114,10 @@ class RolloutLoop:
         async with anyio.create_task_group() as group:
             epoch = 0
             while self._total_epochs is None or epoch < self._total_epochs:
-                weights = None if self._weights is None else await anyio.to_thread.run_sync(self._weights, epoch)
+                weights = None
+                if self._weights is not None:
+                    await self._room()  # until then groups of the epoch before end, and their rewards count
+                    weights = await anyio.to_thread.run_sync(self._weights, epoch)
                 n_drawn = 0
                 for task, ended in self._plan(epoch, weights):
                     await self._room()

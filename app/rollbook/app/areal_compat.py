@@ -103,7 +103,10 @@ def missing(module: str, name: str, known: Sequence[str]) -> Exception:
 
 
 def _known(tree: Mapping[str, Any], type_: Any, prefix: str, unknown: list[str]) -> dict[str, Any]:
-    """`tree` without the keys that `type_` lacks; their names go to `unknown`. Likely misspellings stay, to be told."""
+    """`tree` without the keys that `type_` lacks; their names go to `unknown`. Likely misspellings stay, to be told.
+
+    `null` for what cannot be null here is left out as well.
+    """
     fields = {field.encode_name: field.type for field in msgspec.structs.fields(type_)}
     kept: dict[str, Any] = {}
     for key, value in tree.items():
@@ -113,6 +116,8 @@ def _known(tree: Mapping[str, Any], type_: Any, prefix: str, unknown: list[str])
             else:
                 unknown.append(f"{prefix}{key}")
             continue
+        if value is None and type(None) not in getattr(fields[key], "__args__", ()):
+            continue  # AReaL's `null` where we have a default
         inner = next((t for t in (fields[key], *getattr(fields[key], "__args__", ())) if _is_struct(t)), None)
         kept[key] = _known(value, inner, f"{prefix}{key}.", unknown) if inner and isinstance(value, dict) else value
     return kept
@@ -144,9 +149,6 @@ def _translate(tree: dict[str, Any]) -> list[str]:
     if isinstance(actor, dict) and actor.get("weight_update_mode") not in (None, "disk"):
         notes.append(f"actor.weight_update_mode {actor['weight_update_mode']!r} is not here; weights go over files")
         actor["weight_update_mode"] = "disk"
-    scheduler = tree.get("scheduler")
-    if isinstance(scheduler, dict) and scheduler.get("type", "local") is None:
-        del scheduler["type"]
     agent = rollout.get("agent")
     if isinstance(agent, dict) and "turn_discount" in agent and "credit" not in tree:
         tree["credit"] = {"gamma": agent["turn_discount"]}

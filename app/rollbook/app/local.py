@@ -16,10 +16,12 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from rich.console import Console
 
-from rollbook.agents.data import tasks_of
+from rollbook.agents.data import Task, tasks_of, weights_from_sql
 from rollbook.agents.errors import AgentsError
 from rollbook.agents.loop import RolloutLoop, ended_episodes
 from rollbook.agents.modes import workflow_of
@@ -127,19 +129,28 @@ class LocalRollouts:
         runner = self._runner(workflow, workflow_kwargs, n_samples=config.gconfig.n_samples)
         self._stack.callback(runner.workflow.close)
         self._runners.append(runner)
+        rows = tasks_of(tasks)
+        curriculum = config.train_dataset.curriculum
+        weigh = None if curriculum is None else partial(self._weights, curriculum, rows)
         self._loop = RolloutLoop(
             runner,
-            tasks_of(tasks),
+            rows,
             config.rollout,
             consumer_batch_size=config.groups_per_step,
             seed=config.seed,
             shuffle=config.train_dataset.shuffle,
-            total_epochs=config.total_train_epochs,
+            total_epochs=config.total_train_epochs if weigh is None else None,
             version=self._horizon(version),
             ended=ended,
             rejected=n_rejected,
+            weights=weigh,
         )
         self._keep_up(portal, self._loop.run)
+
+    def _weights(self, query: str, tasks: Sequence[Task], epoch: int) -> npt.NDArray[np.float64]:
+        """What the book says of the tasks as this epoch begins. Raises StoreError, DataError."""
+        with open_book(self._book_path) as book:
+            return weights_from_sql(book, query, tasks)
 
     def _keep_up(self, portal: BlockingPortal, work: Callable[[], Awaitable[None]]) -> None:
         """What brings episodes, until it is closed or fails."""

@@ -213,6 +213,9 @@ class DatasetConfig(Settings):
     batch_size: int = 8  # groups per training step
     shuffle: bool = True  # a new order each epoch, a function of the seed
     max_length: int | None = None  # tasks whose prompt is longer are left out
+    curriculum: str | None = (
+        None  # SQL for (task_id, weight) over the book, asked at each epoch's begin; null: all alike
+    )
 
 
 class ClusterConfig(Settings):

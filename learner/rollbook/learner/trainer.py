@@ -51,6 +51,8 @@ class PPOTrainer:
                     f"gconfig.n_samples is {config.gconfig.n_samples}, but an online run has each conversation once; "
                     "set gconfig.n_samples=1, and an algorithm that compares over the batch, such as reinforce"
                 )
+        elif config.train_dataset.curriculum is not None and config.total_train_steps is None:
+            raise BadSetting("with train_dataset.curriculum the length of an epoch is not known; set total_train_steps")
         elif not len(self.train_dataset) and config.scheduler.type != "none":
             raise BadSetting("train_dataset has no rows; pass a list of dicts with the tasks to train on")
         self.algorithm = find_algorithm(config.algorithm, config.actor)
@@ -116,7 +118,7 @@ class PPOTrainer:
         if rollouts is None:
             recorded = recorded_groups(book, config.run_id, config.selection, reward=config.credit.reward)
         total_groups = epochs * len(self.train_dataset if recorded is None else recorded)
-        if config.is_online:
+        if config.is_online or config.train_dataset.curriculum is not None:
             total_groups = sys.maxsize
         total_steps = max(1, total_groups // config.groups_per_step)
         if config.total_train_steps is not None:
