@@ -25,7 +25,6 @@ from pathlib import Path
 import aiohttp
 import anyio
 import numpy as np
-from openai import AsyncOpenAI
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.runner import Runner
@@ -99,6 +98,8 @@ async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list,
             return 1.0
 
         async def sdk(data, base_url, api_key):
+            from openai import AsyncOpenAI  # half a second that worker processes, which import this file, do not need
+
             messages = list(data["messages"])
             async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
                 for _ in range(n_turns):
