@@ -267,7 +267,7 @@ class FakeVLLM:
         return answer
 
     def _logprob(self, logprob: float, sampling: dict[str, Any]) -> float:
-        return 0.0 if sampling["top_k"] == 1 and self.mode == "processed" else logprob
+        return 0.0 if sampling.get("top_k") == 1 and self.mode == "processed" else logprob
 
     async def _event(
         self, answer: web.StreamResponse, ids: list[int], logprobs: list[float], reason: str | None

@@ -385,7 +385,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     book_of(made)
     made.add_argument(
-        "--engine", choices=["embedded", "scripted", "vllm", "sglang"], default="embedded", help="what answers"
+        "--engine",
+        choices=["embedded", "scripted", "vllm", "sglang", "openai"],
+        default="embedded",
+        help="what answers",
     )
     made.add_argument("--model", default="smollm2-135m", help="a model folder, or smollm2-135m, or tiny")
     made.add_argument(
@@ -393,7 +396,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="of a vLLM or SGLang that runs already; several share the requests",
+        help="of a server that runs already; several share the requests",
     )
     made.add_argument("--replicas", type=int, default=1, metavar="N", help="engines to start that share the requests")
     made.add_argument(

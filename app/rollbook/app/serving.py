@@ -284,7 +284,13 @@ def make_engine(
         from rollbook.proxy.sglang import SGLangEngine
 
         return SGLangEngine(model, weights=weights, version=version, url=url, python=python, args=args, env=env)
-    raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted, vllm or sglang")
+    if kind == "openai":
+        from rollbook.proxy.compatible import CompatibleEngine
+
+        if url is None:
+            raise ConfigError("the engine 'openai' is a server that runs already: give --engine-url URL")
+        return CompatibleEngine(model, url=url, version=version)
+    raise ConfigError(f"there is no engine {kind!r}; expected embedded, scripted, vllm, sglang or openai")
 
 
 def _say(url: str, book_path: Path, admin_key: str | None) -> None:
