@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
-from proxy.fake_vllm import FakeVLLM, answer, serving, until
+from proxy.fake_vllm import FakeVLLM, answer, next_token, serving, until
 from proxy.models import misfits, tiny_adapter, tiny_model
 from rollbook.proxy.checkpoint import check_fits, is_tied, write_untied
 from rollbook.proxy.engine import Call, Engine, Form, Sampled
@@ -365,3 +365,26 @@ async def test_an_adapter_that_does_not_load_leaves_the_old_weights_answering(fo
         (bad / "adapter_config.json").write_text('{"peft_type": "IA3", "lora_alpha": 1, "r": 1}')
         with pytest.raises(EngineFailed, match="not plain LoRA"):
             await engine.load_weights(str(bad), 1)
+
+
+@pytest.mark.anyio
+async def test_weights_that_answer_otherwise_than_the_learner_says_are_not_taken(folder: Path, tmp_path: Path) -> None:
+    """The canary: a server may load, or seem to, and answer with something else."""
+    new = tiny_model(tmp_path / "new", seed=3)
+    prompts = [[5, 6, n] for n in range(4)]
+    truth = [{"prompt_ids": prompt, "logprob": next_token("new", prompt)[1]} for prompt in prompts]
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        for off, version in ((0.1, 1), (0.6, 2)):
+            said = [{**one, "logprob": one["logprob"] - off} for one in truth]
+            (new / "canary.json").write_text(json.dumps(said))
+            if off < 0.2:
+                await engine.load_weights(str(new), version)
+                continue
+            with pytest.raises(EngineFailed, match=r"are 0.60 off those of the learner.*the old weights answer"):
+                await engine.load_weights(str(new), version)
+        assert (await engine.health()).version == 1
+        (new / "canary.json").write_text("[{}]")
+        with pytest.raises(EngineFailed, match="could not read"):
+            await engine.load_weights(str(new), 3)
+        assert (await engine.health()).is_ready

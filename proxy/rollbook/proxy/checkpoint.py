@@ -172,3 +172,23 @@ def read_adapter(folder: Path) -> Adapter:
     if not halves or len(shapes) != 2 * len(halves):
         raise EngineFailed(f"the adapter in {folder} has {len(shapes)} tensors, expected a lora_A and a lora_B each")
     return adapter
+
+
+CANARY = "canary.json"
+
+
+class Canary(msgspec.Struct, frozen=True):
+    """What the learner's own forward pass says after a prompt: the logprob of the likeliest token, at temperature 1."""
+
+    prompt_ids: list[int]
+    logprob: float
+
+
+def read_canaries(folder: Path) -> list[Canary]:
+    """Those that the learner wrote beside the weights; [] where it wrote none. Raises EngineFailed."""
+    try:
+        return msgspec.json.decode((folder / CANARY).read_bytes(), type=list[Canary])
+    except FileNotFoundError:
+        return []
+    except (OSError, msgspec.DecodeError) as error:
+        raise EngineFailed(f"could not read {folder / CANARY}: {error}; the old weights stay") from error

@@ -41,7 +41,7 @@ import numpy as np
 
 from rollbook.store.events import Float32s, Int32s
 
-from .checkpoint import check_fits, is_adapter, read_adapter
+from .checkpoint import Canary, check_fits, is_adapter, read_adapter, read_canaries
 from .engine import (
     EMPTY_IDS,
     EMPTY_LOGPROBS,
@@ -58,6 +58,9 @@ from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
 
 MAX_BREAKS = 3
 """How often one request may lose its server without a token in between: then it is taken for what kills it."""
+
+CANARY_TOLERANCE = 0.2
+"""Mean difference of logprobs that bfloat16 explains; other weights are off by more."""
 
 FORMS_S = 10.0
 """How long new weights wait for answers that are held to a form."""
@@ -500,7 +503,7 @@ class ServedEngine(abc.ABC):
                 self._adapters[version] = adapter
                 try:
                     if not self._is_paused:
-                        await self._ask_canary(version)
+                        await self._ask_canary(adapter, version)
                 except EngineFailed as error:
                     await self._drop_adapter(version)
                     del self._adapters[version]
@@ -527,7 +530,7 @@ class ServedEngine(abc.ABC):
             await self._put(weights, version)
             if not self._is_paused:
                 await self._thaw()
-                await self._ask_canary(version)
+                await self._ask_canary(weights, version)
         except (EngineFailed, TimeoutError) as error:
             await self._fall_back(weights, error)
         self._weights, self._version, self._base_version = weights, version, version
@@ -545,15 +548,30 @@ class ServedEngine(abc.ABC):
             await self._restart(cause)
         raise EngineFailed(f"{self.name} could not use {weights} ({cause}); the old weights answer") from cause
 
-    async def _ask_canary(self, version: int) -> None:
-        """One greedy token: the new weights give numbers, and the server answers under the new version."""
-        try:
-            ids, logprobs, _ = await self._first(Sampling(temperature=0.0, max_tokens=1), version)
-        except (Broken, aiohttp.ClientError) as error:
-            raise EngineFailed(f"one token of version {version} was asked for: {error}") from error
-        if len(ids) != 1 or not np.isfinite(logprobs).all():
-            got = logprobs.tolist()
-            raise EngineFailed(f"one token of version {version} has logprob {got}, expected one finite number")
+    async def _ask_canary(self, weights: Path, version: int) -> None:
+        """The new weights give numbers under the new version, and those that the learner's own forward pass gives.
+
+        A server may say that weights are in and answer with others (`vllm.py`): only a comparison shows it.
+        """
+        canaries = await anyio.to_thread.run_sync(read_canaries, weights)
+        differences = []
+        for canary in canaries or [Canary([1, 2, 3], 0.0)]:
+            prompt = np.asarray(canary.prompt_ids, np.int32)
+            try:
+                asked = self._ask(prompt, Sampling(temperature=0.0, max_tokens=1), "canary", version, None)
+                logprobs = np.concatenate([piece[1] async for piece in asked])
+            except (Broken, aiohttp.ClientError) as error:
+                raise EngineFailed(f"one token of version {version} was asked for: {error}") from error
+            if len(logprobs) != 1 or not np.isfinite(logprobs).all():
+                raise EngineFailed(
+                    f"one token of version {version} has logprob {logprobs.tolist()}, expected one finite number"
+                )
+            differences.append(abs(float(logprobs[0]) - canary.logprob))
+        if canaries and (mean := sum(differences) / len(differences)) > CANARY_TOLERANCE:
+            raise EngineFailed(
+                f"logprobs of version {version} are {mean:.2f} off those of the learner's forward pass on "
+                f"{len(canaries)} prompts, rounding explains {CANARY_TOLERANCE}: the weights were not taken as they are"
+            )
 
     async def health(self) -> Health:
         return Health(

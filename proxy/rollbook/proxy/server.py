@@ -751,7 +751,13 @@ async def _serve_front(service: Service, app: App, shared: Shared) -> None:
     try:
         async with (
             Front(app, service.sessions, config, peers, shared.index) as front,
-            listen(front, listening, max_header_bytes=config.max_header_bytes, stop_s=config.stop_s),  # type: ignore[arg-type]
+            listen(
+                front,  # type: ignore[arg-type]
+                listening,
+                max_header_bytes=config.max_header_bytes,
+                stop_s=config.stop_s,
+                max_connections=config.max_connections,
+            ),
         ):
             await anyio.sleep_forever()
     finally:

@@ -5,6 +5,7 @@ is kept, and micro-batches add up in float32. The copy in the computing precisio
 learner run the same bits.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -225,6 +226,17 @@ class SingleBackend:
 
     def export(self, folder: Path) -> None:
         self._write(folder, None)
+        (folder / "canary.json").write_text(json.dumps(self._canaries()))
+
+    @torch.no_grad()
+    def _canaries(self) -> list[dict[str, Any]]:
+        """The logprob of the likeliest token after a few prompts: what engines compare with once they have loaded."""
+        model: Any = self.model.model
+        step = max(1, self.vocabulary // 61)
+        prompts = [[(1 + n * 7 + i * step) % self.vocabulary for i in range(6)] for n in range(8)]
+        logits = model(input_ids=torch.tensor(prompts, device=self.device)).logits[:, -1].float()
+        likeliest = torch.log_softmax(logits, -1).max(-1).values.tolist()
+        return [{"prompt_ids": p, "logprob": value} for p, value in zip(prompts, likeliest, strict=True)]
 
     def _write(self, folder: Path, state: dict[str, Tensor] | None) -> None:
         """A model folder of these weights; None: of the model's own."""
