@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.store.book import Book
+from rollbook.store.canned import CANNED
 from rollbook.store.credit import Turn, credit_episode
 from rollbook.store.events import (
     EpisodeClosed,
@@ -195,6 +196,79 @@ def _some(rows: int) -> Selection:
     return Selection(run_id="run", version_min=max(0, 100 - 100 * 100_000 // rows))
 
 
+def canned(rows: int) -> None:
+    """A run of `rows` interactions in episodes of 8 turns and groups of 8, versions 0 to 99, two rewards for each, a
+    batch of 512 taken and scored for every eight groups, now and then a rerendered edge, a retry, a late reward."""
+    book = Book(MemoryLog())
+    fill(
+        book,
+        f"""
+        insert into interactions by name select 'chatcmpl-' || lpad(hex(i), 32, '0') as interaction_id, i as node,
+          'ep_' || lpad(hex(i // 8), 32, '0') as episode_id, 'run' || (i * 2 // {rows}) as run_id,
+          (i % 8)::int as depth, true as is_trainable, 'complete' as capture, i % 8 = 7 as is_leaf,
+          i % 40 = 7 as is_retried, case when i % 8 > 0 then 'chatcmpl-' || lpad(hex(i - 1), 32, '0') end as parent_id,
+          case when i % 8 = 0 then null when i % 23 = 0 then 'rerendered' else 'extends' end as edge,
+          case when i % 23 = 0 then 'template drops reasoning' end as cause, 1300 * (i % 8)::int as n_shared,
+          (200 + i * 7919 % 200)::int as n_output, (1300 * (i % 8) + 1000)::int as n_prompt,
+          (i % 8 + 1)::int as path_n, 300 * (i % 8 + 1) as path_output,
+          (i * 100 // {rows})::int as version_min, (i * 100 // {rows})::int as version_max,
+          (i * 100 // {rows})::int as path_version_min, (i * 100 // {rows})::int as path_version_max,
+          case when i % 11 = 0 then 'length' else 'stop' end as finish_reason, -random() as mean_logprob,
+          random() * 20 as seconds, .2 as first_token_seconds, uuid() as event_id,
+          timestamptz '2026-01-01' + interval 1 second * (i // 8) as recorded_at, 'w' as writer, i as position
+        from range({rows}) t(i)
+    """,
+    )
+    fill(
+        book,
+        f"""
+        insert into episodes by name select 'ep_' || lpad(hex(i), 32, '0') as episode_id,
+          'run' || (i * 16 // {rows}) as run_id, 'task' || (i // 8 % 1000) as task_id, 'group_' || (i // 8) as group_id,
+          1 as attempt, i % 50 = 0 as is_eval, 'done' as state, (i * 800 // {rows})::int as version,
+          (i * 800 // {rows})::int as version_min, (i * 800 // {rows})::int as version_max,
+          (i * 7919 % 2)::double as reward, 8 as n_interactions, 2400 as n_output, i * 8 + 7 as main_node,
+          0 as n_taken, timestamptz '2026-01-01' + interval 1 second * i as opened_at,
+          timestamptz '2026-01-01' + interval 1 second * (i + 60) as closed_at from range({rows // 8}) t(i)
+    """,
+    )
+    fill(
+        book,
+        """
+        insert into rewards by name select uuid() as event_id, run_id, episode_id, name, value, 1.0 as weight,
+          'judge' as source, closed_at + interval 1 second * (case when hash(episode_id) % 20 = 0 then 30 else -1 end)
+          as given_at from (select *, unnest(['reward', 'reward_v2']) as name, random() as value from episodes)
+    """,
+    )
+    fill(
+        book,
+        f"""
+        insert into batches by name select 'b' || i as batch_id, 'run' || (i * 4096 // {rows}) as run_id, i as step,
+          (i * 204800 // {rows})::int as version, now() as taken_at, now() as trained_at, 512 as n_rows,
+          '{{"stale": 3, "no reward": 2}}' as discarded from range({rows // 2048}) t(i)
+    """,
+    )
+    fill(
+        book,
+        f"""
+        insert into batch_rows by name select 'b' || (i // 512) as batch_id,
+          'chatcmpl-' || lpad(hex(i * 4), 32, '0') as interaction_id, 1.0 as credit, .5 as advantage, 1.0 as weight
+        from range({rows // 2048 * 512}) t(i)
+    """,
+    )
+    fill(
+        book,
+        """
+        insert into scored by name select interaction_id, 'run0' as run_id, 3 as version, 'learner' as scorer, batch_id,
+          -random() as mean_logprob, random() as mean_entropy, now() as scored_at, uuid() as event_id from batch_rows
+    """,
+    )
+    for name in CANNED:
+        if name != "tool_errors":  # reads the messages of every call from the log
+            wall, cpu = timed(lambda name=name: book.canned(name))  # type: ignore[misc]
+            row(f"canned view {name}", wall, cpu, "<= 300 ms", f"{book.canned(name).num_rows} rows")
+    book.close()
+
+
 def calibrate(rows: int) -> None:
     with duckdb.connect() as con:
         con.execute(f"create table t as select 'ep_' || lpad(hex(i // 8), 32, '0') as k, i from range({rows}) t(i)")
@@ -206,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--events", type=int, default=110_000)
-    parser.add_argument("--only", choices=["replay", "credit", "selection"])
+    parser.add_argument("--only", choices=["replay", "credit", "selection", "canned"])
     options = parser.parse_args()
     print(f"duckdb {duckdb.__version__}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}")
     print(f"{'':<58} {'wall ms':>10} {'CPU ms':>10}   {'':<16} target")
@@ -215,6 +289,7 @@ def main() -> None:
         ("replay", lambda: replay(options.events)),
         ("credit", lambda: credit(options.rows)),
         ("selection", lambda: selection(options.rows)),
+        ("canned", lambda: canned(options.rows)),
     ):
         if options.only in (None, name):
             run()

@@ -234,6 +234,14 @@ def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(log: Log)
     assert kept.logprobs.tolist() == [-1, -1, -1]
 
 
+def test_long_batches_are_read_whole(log: Log) -> None:
+    """Over a wire they come in pieces of any size."""
+    history = [interaction(4001, 3999, "long " * 5000) for _ in range(40)]
+    for at in range(0, 40, 20):
+        log.append_blocking(*history[at : at + 20])
+    assert all(same(found, event) for (_, _, found), event in zip(rows(log), history, strict=True))
+
+
 def test_gather_names_what_is_not_there(log: Log) -> None:
     log.append_blocking(interaction())
     for pointer in (("first", 1), ("first", -1), ("nobody", 0)):

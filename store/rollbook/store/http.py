@@ -108,7 +108,9 @@ class HttpLog:
                 if answer.status_code != 200:
                     answer.read()
                     raise StoreError(f"{self.url} gave no events: {answer.status_code}, {_message(answer)}")
-                for batch in pa.ipc.open_stream(pa.PythonFile(_Body(answer.iter_bytes(1 << 20)), mode="r")):
+                # Buffered: Arrow takes a short read for the end.
+                body = io.BufferedReader(_Body(answer.iter_bytes(1 << 20)), 1 << 20)
+                for batch in pa.ipc.open_stream(pa.PythonFile(body, mode="r")):
                     self._ends = {**self._ends, **advance({}, batch)}
                     yield batch
         except httpx.HTTPError as error:
