@@ -82,7 +82,8 @@ def test_loss_gradient_and_step_are_those_of_one_rank(team: Team, name: str) -> 
         a, b = step(one, rows, settings, name, reference=refs[0]), step(many, rows, settings, name, reference=refs[1])
         assert a.metrics.keys() == b.metrics.keys()
         for key, value in a.metrics.items():
-            assert b.metrics[key] == pytest.approx(value, rel=1e-12, abs=1e-12), key
+            if key != "n_computed":  # ranks that share a prefix each compute it
+                assert b.metrics[key] == pytest.approx(value, rel=1e-12, abs=1e-12), key
         np.testing.assert_allclose(b.logprobs, a.logprobs, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(b.entropies, a.entropies, rtol=1e-12, atol=1e-12)
         same_weights(one, many)
@@ -98,7 +99,8 @@ def test_minibatches_and_a_critic_are_those_of_one_rank(team: Team) -> None:
         a = step(one, rows, settings, "ppo", critic=critics[0], critic_config=values)
         b = step(many, rows, settings, "ppo", critic=critics[1], critic_config=values)
         for key, value in a.metrics.items():
-            assert b.metrics[key] == pytest.approx(value, rel=1e-11, abs=1e-12), key
+            if key != "n_computed":
+                assert b.metrics[key] == pytest.approx(value, rel=1e-11, abs=1e-12), key
     same_weights(one, many)
     same_weights(critics[0], critics[1])
 
