@@ -162,6 +162,68 @@ async def test_episodes_of_a_lost_proxy_are_lost_and_drawn_again_elsewhere() -> 
         assert set(acknowledged) <= known, "what was acknowledged is in the book"
 
 
+@asynccontextmanager
+async def wire(url: str) -> AsyncIterator[tuple[str, anyio.Event]]:
+    """A way to a server that can be cut: connections stay, and nothing goes through them any more."""
+    cut = anyio.Event()
+    host, port = url.removeprefix("http://").split(":")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if cut.is_set():
+                await anyio.sleep_forever()
+            writer.write(data)
+        writer.close()
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        ways = [asyncio.ensure_future(pump(reader, back)), asyncio.ensure_future(pump(there, writer))]
+        carried.extend(ways)
+        ends.extend([writer, back])
+        await asyncio.wait(ways)
+
+    ends: list[asyncio.StreamWriter] = []
+    carried: list[asyncio.Future[None]] = []
+    server = await asyncio.start_server(carry, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", cut
+    finally:
+        server.close()
+        for way in carried:
+            way.cancel()
+        await asyncio.gather(*carried, return_exceptions=True)
+        for end in ends:
+            end.close()
+        await asyncio.gather(*(end.wait_closed() for end in ends), return_exceptions=True)
+
+
+async def test_a_host_that_is_cut_off_loses_its_episodes_and_the_run_finishes() -> None:
+    async with hosts(2) as made, wire(made[0].url) as (url, cut):
+        made[0].url = url  # its process lives on, and says so: only its network is cut
+        async with Proxies(made, ADMIN, back_s=1.0) as proxies:
+            acknowledged: list[str] = []
+
+            class Agent:
+                async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **_: Any) -> float:
+                    for _turn in range(2):
+                        reply = await ask(base_url, api_key)
+                        acknowledged.append(reply.json()["id"])
+                        if base_url.startswith(url):
+                            cut.set()
+                    return 1.0
+
+            runner = Runner(proxies, Agent(), run_id="r", n_samples=2)
+            proxies.on_lost = runner.stop_agents
+            with anyio.fail_after(40):
+                episodes = await runner.run(tasks_of([{"messages": [], "n": i} for i in range(6)]))
+        assert sum(episode.state == "done" for episode in episodes) == 12
+        assert any(episode.state == "lost" for episode in episodes)
+        assert cut.is_set()
+        served = made[1].served
+        assert served is not None
+        assert set(acknowledged) <= {event.interaction_id for event in served.events("InteractionRecorded")}
+
+
 async def test_a_proxy_that_comes_back_elsewhere_has_left_its_sessions_and_gets_the_policy_first() -> None:
     async with hosts(2) as made, Proxies(made, ADMIN) as proxies:
         await proxies.load_weights("/weights/v3", 3)

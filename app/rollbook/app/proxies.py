@@ -5,7 +5,8 @@ prompts begin alike, and the engine behind that proxy has them cached. A proxy t
 passed over. A session stays where it began.
 
 A proxy may come back at the same address (its sessions go on, agents' retries find it), come back elsewhere, or not at
-all. In the latter cases its episodes are recorded as `lost` through another proxy, and the runner draws them again.
+all; or its network is cut, and it lives but does not answer. In the latter cases its episodes are recorded as `lost`
+through another proxy, and the runner draws them again.
 Proxies may be added and taken away at any time.
 """
 
@@ -13,10 +14,10 @@ import hashlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import anyio
 import msgspec
@@ -27,6 +28,8 @@ from rollbook.proxy.client import ProxyClient, SessionLost, Unreachable
 from rollbook.proxy.errors import NotFound, ProxyError, Unauthorized
 
 from .launch import LaunchFailed, Program
+
+T = TypeVar("T")
 
 SPREAD = 1.25
 """A proxy may have so many times its even share of open sessions before others are preferred."""
@@ -45,7 +48,8 @@ class _Slot:
     client: ProxyClient | None = None  # None while it is away
     n_starts: int = 0  # which process `client` speaks to
     version: int = 0  # of the policy that it was given
-    away_since: float | None = None
+    away_since: float | None = None  # its process is gone
+    silent_since: float | None = None  # it does not answer
     is_leaving: bool = False
     sessions: dict[str, str] = field(default_factory=dict)  # open ones: api_key -> session_id
 
@@ -56,6 +60,18 @@ class _Slot:
     @property
     def name(self) -> bytes:
         return str(id(self)).encode()
+
+
+async def _answers(client: ProxyClient) -> bool:
+    with anyio.move_on_after(_PROBE_S):
+        try:
+            await client.health()
+        except Unreachable:
+            return False
+        except ProxyError:
+            return True  # if only to say that its engine is not ready
+        return True
+    return False
 
 
 class Proxies:
@@ -91,6 +107,7 @@ class Proxies:
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         self._tasks.start_soon(self._keep_looking)
+        self._tasks.start_soon(self._keep_asking)
         return self
 
     async def __aexit__(
@@ -133,7 +150,13 @@ class Proxies:
             self._old.append(slot.client)
 
     def _up(self) -> list[_Slot]:
-        return [slot for slot in self._slots if slot.client is not None and slot.program.is_up]
+        """Those that answer; those that did not a moment ago only where there are no others."""
+        up = [slot for slot in self._slots if slot.client is not None and slot.program.is_up]
+        return [s for s in up if s.silent_since is None] or [s for s in up if not self._is_silent(s)]
+
+    def _is_silent(self, slot: _Slot) -> bool:
+        """Whether it has not answered for so long that nobody waits for it any more."""
+        return slot.silent_since is not None and time.monotonic() - slot.silent_since > self._back_s
 
     def _any(self) -> ProxyClient:
         for slot in self._up():
@@ -145,6 +168,20 @@ class Proxies:
         while True:
             await anyio.sleep(_LOOK_S)
             await self._look()
+
+    async def _keep_asking(self) -> None:
+        while True:
+            await anyio.sleep(_PROBE_S / 2)
+            async with anyio.create_task_group() as group:
+                for slot in self._slots:
+                    if slot.client is not None and slot.program.is_up:
+                        group.start_soon(self._ask_health, slot, slot.client)
+
+    async def _ask_health(self, slot: _Slot, client: ProxyClient) -> None:
+        if await _answers(client):
+            slot.silent_since = None
+        else:
+            slot.silent_since = slot.silent_since or time.monotonic()
 
     async def _look(self) -> None:
         async with self._looking:
@@ -165,14 +202,22 @@ class Proxies:
             except Unreachable:
                 await client.aclose()
                 return  # it died again; the next look sees what became of it
-            slot.client, slot.n_starts, slot.away_since = client, slot.program.n_starts, None
+            slot.client, slot.n_starts = client, slot.program.n_starts
+            slot.away_since = slot.silent_since = None
             if before is not None:
                 self._old.append(before)  # somebody may wait for an answer of it still
         elif not slot.program.is_up:
             slot.away_since = slot.away_since or time.monotonic()
             if slot.sessions and (time.monotonic() - slot.away_since > self._back_s or self._is_gone(slot)):
                 await self._lose(slot, "its proxy is gone")
-        elif self._policy is not None and slot.version != self._policy[1] and slot.client is not None:
+        elif self._is_silent(slot):
+            await self._lose(slot, "its proxy does not answer")
+        elif (
+            slot.silent_since is None
+            and self._policy is not None
+            and slot.version != self._policy[1]
+            and slot.client is not None
+        ):
             await self._load(slot, *self._policy)
 
     def _is_gone(self, slot: _Slot) -> bool:
@@ -226,9 +271,9 @@ class Proxies:
         while True:
             try:
                 slot = self._choose(task_id, group_id)
-                assert slot.client is not None
                 client = slot.client
-                started = await client.start_session(task_id, group_id=group_id, **facts)
+                assert client is not None
+                started = await self._ask(slot, lambda at: at.start_session(task_id, group_id=group_id, **facts))
             except Unreachable:
                 await anyio.sleep(_LOOK_S)
                 continue
@@ -236,19 +281,42 @@ class Proxies:
             self._by_key[started.api_key] = (slot, started.session_id)
             return msgspec.structs.replace(started, base_url=client.base_url)
 
-    def _client_of(self, api_key: str) -> ProxyClient:
-        slot, _ = self._by_key.get(api_key, (None, ""))
-        if slot is None:
-            raise SessionLost("the proxy of this session is gone")
-        if slot.client is None:
-            raise Unreachable("the proxy of this session is away", retry_after_s=1)
-        return slot.client
+    async def _ask(self, slot: _Slot, call: Callable[[ProxyClient], Awaitable[T]]) -> T:
+        """What a proxy answers. Raises what it refuses, and Unreachable when it is given up while we wait."""
+        client = slot.client
+        if client is None:
+            raise Unreachable("this proxy is away", retry_after_s=1)
+        answers: list[T] = []
+        refusals: list[ProxyError] = []
+
+        async def give_up() -> None:
+            while not self._is_silent(slot):  # noqa: ASYNC110 - silence is no event
+                await anyio.sleep(_LOOK_S)
+            group.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(give_up)
+            try:
+                answers.append(await call(client))
+            except ProxyError as error:
+                refusals.append(error)
+            group.cancel_scope.cancel()
+        if refusals:
+            raise refusals[0]
+        if not answers:
+            raise Unreachable("this proxy does not answer", retry_after_s=1)
+        return answers[0]
 
     async def set_reward(
         self, api_key: str, reward: float, *, interaction_id: str | None = None, source: str = "client"
     ) -> str | None:
         """See `ProxyClient.set_reward`. Raises SessionLost."""
-        return await self._client_of(api_key).set_reward(api_key, reward, interaction_id=interaction_id, source=source)
+        slot, _ = self._by_key.get(api_key, (None, ""))
+        if slot is None:
+            raise SessionLost("the proxy of this session is gone")
+        return await self._ask(
+            slot, lambda at: at.set_reward(api_key, reward, interaction_id=interaction_id, source=source)
+        )
 
     async def end_session(self, api_key: str, *, state: str = "done", reason: str | None = None) -> int:
         """Close an episode. Raises SessionLost, the loss recorded, where its proxy went before the episode was done."""
@@ -269,27 +337,15 @@ class Proxies:
         give_up = time.monotonic() + self._back_s
         while True:
             try:
-                if slot.client is None:
-                    raise Unreachable("the proxy of this session is away")
-                return await slot.client.end_session(api_key, state=state, reason=reason)
+                return await self._ask(slot, lambda at: at.end_session(api_key, state=state, reason=reason))
             except Unreachable:
-                if time.monotonic() > give_up or self._is_gone(slot):
+                if time.monotonic() > give_up or self._is_gone(slot) or self._is_silent(slot):
                     raise
             await anyio.sleep(_LOOK_S)
 
     async def _is_there(self, slot: _Slot, api_key: str) -> bool:
         """Whether the process that a session began at answers."""
-        if slot.client is None or not slot.program.is_up:
-            return False
-        with anyio.move_on_after(_PROBE_S):
-            try:
-                await slot.client.health()
-            except Unreachable:
-                return False
-            except ProxyError:
-                return True  # it answers, if only to say that its engine is not ready
-            return True
-        return False
+        return slot.client is not None and slot.program.is_up and await _answers(slot.client)
 
     async def _end_lost(self, slot: _Slot, session_id: str, state: str, reason: str | None) -> NoReturn:
         """Say in the book that it is lost, unless its end got there before its proxy went. Raises SessionLost."""
@@ -298,9 +354,10 @@ class Proxies:
         while True:
             # Its own first, which may be back with the session still open; it may also seem up, and be cut off.
             for there in sorted(self._up(), key=lambda one: one is not slot):
-                assert there.client is not None
                 try:
-                    await there.client.end_session(None, session_id=session_id, state="lost", reason=why)
+                    await self._ask(
+                        there, lambda at: at.end_session(None, session_id=session_id, state="lost", reason=why)
+                    )
                     raise lost
                 except NotFound:
                     raise lost from None  # it was not yet open when its proxy went
@@ -327,7 +384,7 @@ class Proxies:
         assert client is not None
 
         async def give_up() -> None:
-            while slot.program.is_up and not slot.is_leaving:  # noqa: ASYNC110 - a program has no event for it
+            while slot.program.is_up and not slot.is_leaving and not self._is_silent(slot):  # noqa: ASYNC110 - a program has no event for it
                 await anyio.sleep(_LOOK_S)
             group.cancel_scope.cancel()
 
