@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-cluster test-examples test-lake test-sdks test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-cluster test-namespaces test-examples test-lake test-sdks test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,9 @@ test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of 
 	command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
+
+test-namespaces: $(VENV)/dev.stamp  ## two hosts as network namespaces, one of which is cut off mid-run (root, iproute2)
+	$(BIN)/python -m pytest tests/cluster/check_namespaces.py
 
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
 $(VENV)-sdks/sdks.stamp: pyproject.toml
