@@ -13,7 +13,7 @@ import hmac
 import math
 import secrets
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Container
 from typing import Literal
 
@@ -38,6 +38,12 @@ _ORIGINS_KEPT = 64
 
 _ENDED_KEPT = 20_000
 """How many ended sessions are told apart from keys that nobody issued."""
+
+
+_OF_OURS = pa.array(["EpisodeOpened", "EpisodeClosed", "InteractionRecorded"])
+_OF_OTHERS = pa.array(["EpisodeClosed"])
+_REMEMBERED = ["recorded_at", "writer", "position", "kind", "episode_id", "run_id", "payload"]
+"""What is read of the log at a start."""
 
 
 class Session(msgspec.Struct, kw_only=True, eq=False):
@@ -428,24 +434,34 @@ class Sessions:
     def remember(self) -> int:
         """Know again, from the log, the sessions that this writer opened; returns how many are open.
 
-        Blocking: it reads the log once. Sessions count from now on as used. Those of other writers are theirs to end.
+        Blocking: it reads the log once. Sessions count from now on as used. Those of other writers are theirs to end;
+        of what others wrote only the end of one of ours matters, which they record where it was lost. Of those that
+        ended the last are kept, as in life.
         """
-        wanted = pa.array(["EpisodeOpened", "EpisodeClosed", "InteractionRecorded"])
         known: dict[str, Session] = {}
         closed: dict[str, EpisodeState] = {}
+        ended: deque[str] = deque()  # of the known ones
         places: dict[str, list[tuple[int, str, int]]] = {}
         for batch in self._log.read():
-            rows = batch.filter(pc.is_in(batch.column("kind"), value_set=wanted))
+            if not batch.num_rows:
+                continue
+            is_ours = batch.column("writer")[0].as_py() == self._log.writer
+            kinds = _OF_OURS if is_ours else _OF_OTHERS
+            rows = batch.select(_REMEMBERED).filter(pc.is_in(batch.column("kind"), value_set=kinds))
             stamps = rows.column("recorded_at").view(pa.int64()).to_pylist()
             columns = [rows.column(name).to_pylist() for name in ("writer", "position", "kind", "episode_id", "run_id")]
             for i, (writer, position, kind, episode_id, run_id) in enumerate(zip(*columns, strict=True)):
                 if kind == "InteractionRecorded":
-                    places.setdefault(episode_id, []).append((stamps[i], writer, position))
+                    if episode_id in known:
+                        places.setdefault(episode_id, []).append((stamps[i], writer, position))
                     continue
                 fact = decode_fact(kind, rows.column("payload")[i].as_py())
                 if isinstance(fact, EpisodeClosed):
-                    closed[episode_id] = fact.state
-                elif isinstance(fact, EpisodeOpened) and writer == self._log.writer:
+                    if is_ours or fact.state != "done":
+                        closed[episode_id] = fact.state
+                    if episode_id in known:
+                        ended.append(episode_id)
+                elif isinstance(fact, EpisodeOpened):
                     known[episode_id] = Session(
                         episode_id=episode_id,
                         run_id=run_id,
@@ -454,6 +470,10 @@ class Sessions:
                         last_used=self._clock(),
                         origin_id=fact.origin_interaction_id,
                     )
+            while len(ended) > _ENDED_KEPT:
+                forgotten = ended.popleft()
+                for memory in (known, closed, places):
+                    memory.pop(forgotten, None)
         for episode_id, session in known.items():
             session.pointers = [(writer, position) for _, writer, position in sorted(places.get(episode_id, ()))]
             self._enter(session)
