@@ -1,4 +1,4 @@
-"""Two proxies on two hosts (network namespaces), one book; one host is cut off mid-run: `make test-namespaces`, root."""
+"""Two proxies on two hosts (network namespaces), one book; a host is cut off mid-run: `make test-namespaces`, root."""
 
 import os
 import subprocess
