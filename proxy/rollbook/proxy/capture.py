@@ -39,6 +39,7 @@ from rollbook.store.tree import DEFAULT_RULES, Match, Rules, TreeIndex
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, FinishReason, Generation, Sampled, Sampling, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, NotFound, ProxyError
 from .forks import Fork
+from .gather import Gather
 from .metrics import Metrics
 from .parsing import Cut, Parser, Reader
 from .render import History, Path, Renderer, Turn, Ways, thoughts_in
@@ -258,6 +259,7 @@ class Capture:
             reasoning_parser=settings.reasoning_parser,
             variables=settings.template,
         )
+        self._gather = Gather(log)
         self._max_context: int | None = None
         self._awake: OrderedDict[Episode, None] = OrderedDict()  # idle, the one used least recently first
         self._waking = anyio.Lock()
@@ -331,6 +333,7 @@ class Capture:
         LogWriteFailed and LogClosed instead of the Reply; then nothing was answered.
         """
         episode.n_running += 1
+        self._gather.begin()
         try:
             await self._wake(episode)
             known = self._answered(episode, request)
@@ -350,7 +353,11 @@ class Capture:
                 if hold is not None and request.is_stream and not request.stop:
                     call.hold, hold._call = hold, call
                 generation = Generation(
-                    request_id=call.interaction_id, prompt_ids=prompt.ids, sampling=sampling, form=form
+                    request_id=call.interaction_id,
+                    prompt_ids=prompt.ids,
+                    sampling=sampling,
+                    form=form,
+                    is_streamed=not call.reads_at_end,
                 )
                 answers = self._engine.generate(generation)
                 if episode.fork is not None:
@@ -383,6 +390,7 @@ class Capture:
                 await self._record(episode, request, call, prompt)
             yield call.reply(request, prompt, self._settings.model)
         finally:
+            self._gather.end()
             self._let_go(episode)
 
     def decode(self, ids: Int32s) -> str:
@@ -604,7 +612,7 @@ class Capture:
         cut = call.reader.cut if call.reader is not None else None
         node = self._remember(episode, event, fact, None, said=said, cut=cut, tools=request.tools, told=match.messages)
         self._keep_path(node, prompt.path.plus(call.output_ids))
-        positions = await self._log.append(event, *also)
+        positions = await self._gather.append(event, *also)
         self._count(call, prompt)
         if self._log.writer is not None:
             node.place = episode.places[node.interaction_id] = (self._log.writer, positions[0])
@@ -649,7 +657,7 @@ class Capture:
                 reached = call.reached(delivered)
                 await self._record(episode, request, call, prompt, reached=reached, also=(failed,))
             else:
-                await self._log.append(failed)
+                await self._gather.append(failed)
 
     def _remember(
         self,

@@ -73,12 +73,16 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to an engine. prompt_ids: int32 [T]. Stop tokens are sampled, reported, and end the output."""
+    """One request to an engine. prompt_ids: int32 [T]. Stop tokens are sampled, reported, and end the output.
+
+    is_streamed: somebody reads on the way. Else the engine may send larger pieces, if that costs less.
+    """
 
     request_id: str
     prompt_ids: Int32s
     sampling: Sampling = Sampling()
     form: Form | None = None
+    is_streamed: bool = True
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
+import orjson
 
 from rollbook.store.events import Float32s, Int32s
 
@@ -55,6 +56,8 @@ from .engine import (
     check_sampling,
 )
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
+from .upstream import Events
+from .upstream import Upstream as Server
 
 MAX_BREAKS = 3
 """How often one request may lose its server without a token in between: then it is taken for what kills it."""
@@ -67,6 +70,9 @@ FORMS_S = 10.0
 
 REST_S = 30.0
 """How long a server that did not come back is left alone."""
+
+STREAM_S, WHOLE_S = 0.003, 0.05
+"""Tokens that come closer together than this are taken together; the latter where nobody reads on the way."""
 
 Upstream = tuple[Int32s, Float32s, str | None]
 """A piece as the server sends it: ids, logprobs, and the server's word for why it ended, in the last one."""
@@ -150,7 +156,7 @@ class ServedEngine(abc.ABC):
         self._lives = 0  # how often the server has come up
         self._updates = 0
         self._running = 0
-        self._tasks: set[asyncio.Task[None]] = set()  # one for each running request, which awaits it
+        self._server: Server | None = None  # the connections that answers come by
         self._upstream = 0  # requests that the server has
         self._formed = 0  # of these, those that are held to a form
 
@@ -166,9 +172,19 @@ class ServedEngine(abc.ABC):
 
     @abc.abstractmethod
     def _ask(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+        self,
+        ids: Int32s,
+        sampling: Sampling,
+        name: str,
+        version: int | None,
+        form: Form | None,
+        *,
+        is_streamed: bool = True,
     ) -> AsyncIterator[Upstream]:
-        """One upstream request. Raises Broken, BadRequest, EngineFailed, aiohttp's errors."""
+        """One upstream request, by `_stream`. Raises Broken, BadRequest, EngineFailed.
+
+        is_streamed: see `Generation`.
+        """
 
     @abc.abstractmethod
     async def _check_forms(self) -> None:
@@ -235,8 +251,9 @@ class ServedEngine(abc.ABC):
         self._reason = "not started"
         self._lives += 1
         session, self._session = self._session, None
-        for task in self._tasks:
-            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        self._gate.set()  # who waits for it finds us gone
         with anyio.CancelScope(shield=True):
             if session is not None:
                 await session.close()
@@ -328,35 +345,11 @@ class ServedEngine(abc.ABC):
             raise ContextOverflow(
                 f"the prompt has {n_prompt} tokens and the context is {self._max_context}, output included; shorten it"
             )
-        # Read by a task of its own: a reader that takes its time must not hold up new weights for everybody.
-        answers: asyncio.Queue[Sampled | Exception] = asyncio.Queue()
-        task = asyncio.create_task(self._pump(generation, answers))
-        self._tasks.add(task)
-        try:
-            while True:
-                answer = await answers.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
-                if answer.finish_reason is not None:
-                    return
-        finally:
-            self._tasks.discard(task)
-            task.cancel()
-            await asyncio.wait([task])
-
-    async def _pump(self, generation: Generation, answers: "asyncio.Queue[Sampled | Exception]") -> None:
         self._running += 1
         try:
             async with aclosing(self._answer(generation)) as pieces:  # type: ignore[type-var]
                 async for piece in pieces:
-                    answers.put_nowait(piece)
-        except asyncio.CancelledError:
-            if self._session is None:  # not the reader has gone, we have
-                answers.put_nowait(_end("abort", self._version))
-            raise
-        except Exception as error:  # the task's outermost frame: the reader raises it
-            answers.put_nowait(error)
+                    yield piece
         finally:
             self._running -= 1
 
@@ -365,12 +358,16 @@ class ServedEngine(abc.ABC):
         sampling, prompt = generation.sampling, np.asarray(generation.prompt_ids, np.int32)
         room = self._max_context - len(prompt)
         limit = min(sampling.max_tokens or room, room)
-        ids, n, breaks, part, version, form = prompt, 0, 0, 0, self._version, generation.form
+        parts, n, breaks, part, version, form = [prompt], 0, 0, 0, self._version, generation.form
         while True:
             await self._gate.wait()
-            if n and (n == limit or int(ids[-1]) in sampling.stop_token_ids):
+            if self._session is None:
+                yield _end("abort", version)
+                return
+            last = int(parts[-1][-1])
+            if n and (n == limit or last in sampling.stop_token_ids):
                 # The server was lost between the last token and the word that it was the last.
-                yield _end("stop" if int(ids[-1]) in sampling.stop_token_ids else "length", version)
+                yield _end("stop" if last in sampling.stop_token_ids else "length", version)
                 return
             if form is not None:
                 if n:
@@ -379,23 +376,28 @@ class ServedEngine(abc.ABC):
                         retry_after_s=1,
                     )
                 await self._check_forms()
+            parts = [np.concatenate(parts)] if n else parts
             version, life, updates = self._version, self._lives, self._updates
             rest = msgspec.structs.replace(
                 sampling, max_tokens=limit - n, min_tokens=min(limit - n, max(0, sampling.min_tokens - n))
             )
             name = generation.request_id if part == 0 else f"{generation.request_id}-{part}"
             part += 1
+            self._formed += form is not None
+            self._in_use[version] += 1
             try:
-                async with aclosing(self._counted(ids, rest, name, version, form)) as pieces:  # type: ignore[type-var]
+                answers = self._ask(parts[0], rest, name, version, form, is_streamed=generation.is_streamed)
+                async with aclosing(answers) as pieces:  # type: ignore[type-var]
                     async for more, logprobs, reason in pieces:
-                        ids, n = np.concatenate([ids, more]), n + len(more)
-                        breaks = 0 if len(more) else breaks
+                        if len(more):
+                            parts.append(more)
+                            n, breaks = n + len(more), 0
                         ending = _ENDINGS.get(reason)
                         if len(more) or ending:
                             yield Sampled(ids=more, logprobs=logprobs, version=version, finish_reason=ending)
                         if ending:
                             return
-            except (Broken, aiohttp.ClientError) as error:
+            except Broken as error:
                 if form is not None and n == 0 and _ABOUT_FORMS.search(str(error)) and await self._is_alive():
                     raise BadRequest(
                         f"{self.name} cannot hold an answer to this form: {error}", param="response_format"
@@ -403,25 +405,13 @@ class ServedEngine(abc.ABC):
                 await self._recover(life, breaks + 1, error)
                 breaks += 1
                 continue
+            finally:
+                self._formed -= form is not None
+                self._in_use[version] -= 1
             if self._updates == updates and self._lives == life:
                 # Somebody else ended it: an administrator, or another client of the same server.
                 yield _end("abort", version)
                 return
-
-    async def _counted(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
-    ) -> AsyncIterator[Upstream]:
-        self._upstream += 1
-        self._in_use[version] += 1
-        self._formed += form is not None
-        try:
-            async with aclosing(self._ask(ids, sampling, name, version, form)) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._upstream -= 1
-            self._in_use[version] -= 1
-            self._formed -= form is not None
 
     async def _recover(self, life: int, breaks: int, cause: Exception) -> None:
         """Return when a server is there again. Raises EngineFailed if it was never away, EngineUnavailable if gone."""
@@ -560,7 +550,7 @@ class ServedEngine(abc.ABC):
             try:
                 asked = self._ask(prompt, Sampling(temperature=0.0, max_tokens=1), "canary", version, None)
                 logprobs = np.concatenate([piece[1] async for piece in asked])
-            except (Broken, aiohttp.ClientError) as error:
+            except Broken as error:
                 raise EngineFailed(f"one token of version {version} was asked for: {error}") from error
             if len(logprobs) != 1 or not np.isfinite(logprobs).all():
                 raise EngineFailed(
@@ -622,21 +612,46 @@ class ServedEngine(abc.ABC):
     async def _post(self, path: str, body: object = None) -> dict[str, Any]:
         return await self._json("POST", path, body)
 
-    async def _events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """The data of each server-sent event of a streamed answer, until [DONE]."""
-        async with self._http.post(self._url + path, json=body) as answer:
+    async def _stream(
+        self, path: str, body: object, read: Callable[[list[bytes]], Upstream], *, is_streamed: bool
+    ) -> AsyncIterator[Upstream]:
+        """An answer, piece by piece: what came together is one. body: JSON, with arrays. read: the data of events."""
+        if self._server is None or self._server.url != self._url:
+            self._server = Server(self._url)
+        server, answer = self._server, None
+        self._upstream += 1
+        try:
+            try:
+                data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+                answer = await server.post(path, data, self._ended, pace_s=STREAM_S if is_streamed else WHOLE_S)
+            finally:
+                if answer is None:
+                    self._ended()
             if answer.status != 200:
                 why = said(await answer.read())
                 if answer.status == 400:
                     raise BadRequest(f"{self.name} refused the request: {why}")
                 raise Broken(f"status {answer.status}: {why}")
-            async for line in answer.content:
-                if line.startswith(b"data:"):
-                    data = line[5:].strip()
-                    if data == b"[DONE]":
-                        break
-                    yield data
+            events = Events()
+            while not events.is_done and (more := await answer.more()):
+                if found := events.feed(more):
+                    piece = read(found)
+                    if piece[2] is not None:
+                        answer.drain()
+                        yield piece
+                        return
+                    yield piece
+        except (OSError, ValueError) as error:
+            if isinstance(error, msgspec.DecodeError):
+                raise EngineFailed(f"{self.name} at {self._url} answered what is not its API: {error}") from error
+            raise Broken(str(error)) from error
+        finally:
+            if answer is not None:
+                answer.close()
         raise Broken("the stream ended without a finish reason")
+
+    def _ended(self) -> None:
+        self._upstream -= 1
 
 
 def _end(reason: FinishReason, version: int) -> Sampled:

@@ -11,11 +11,9 @@ Written from the source of SGLang 0.5.23 and tested against a fake of it: it has
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -79,7 +77,7 @@ class SGLangEngine(ServedEngine):
             one, two = [
                 (await self._first(Sampling(temperature=t, top_k=1, max_tokens=1), None))[1][0] for t in (1.0, 2.0)
             ]
-        except (Broken, aiohttp.ClientError) as error:
+        except Broken as error:
             raise EngineUnavailable(f"SGLang at {self._url} does not answer with tokens: {error}") from error
         self._follows_cuts = one == 0 == two
         self.logprobs_mode = "raw" if one == two and one != 0 else "processed"
@@ -101,8 +99,15 @@ class SGLangEngine(ServedEngine):
     async def _check_forms(self) -> None:
         """A server that did not know the parameter would refuse the request."""
 
-    async def _ask(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    def _ask(
+        self,
+        ids: Int32s,
+        sampling: Sampling,
+        name: str,
+        version: int | None,
+        form: Form | None,
+        *,
+        is_streamed: bool = True,
     ) -> AsyncIterator[Upstream]:
         self._check(sampling)
         parameters: dict[str, Any] = {
@@ -126,25 +131,31 @@ class SGLangEngine(ServedEngine):
             parameters["sampling_seed"] = sampling.seed % (1 << 31)
         body = {
             "rid": name,
-            "input_ids": ids.tolist(),
+            "input_ids": ids,
             "sampling_params": parameters,
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": True,
         }
         n = 0
-        try:
-            async with aclosing(self._events("/generate", body)) as events:  # type: ignore[type-var]
-                async for data in events:
-                    event = _decode_event(data)
-                    if event.error is not None or event.meta_info is None:
-                        raise Broken(said(data))
-                    yield self._piece(event.output_ids, event.meta_info, n, version)
-                    n = event.meta_info.completion_tokens
-                    if event.meta_info.finish_reason is not None:
-                        return
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"SGLang at {self._url} answered what is not its API: {error}") from error
+
+        def read(events: list[bytes]) -> Upstream:
+            nonlocal n
+            pieces: list[Upstream] = []
+            for data in events:
+                event = _decode_event(data)
+                if event.error is not None or event.meta_info is None:
+                    raise Broken(said(data))
+                pieces.append(self._piece(event.output_ids, event.meta_info, n, version))
+                n = event.meta_info.completion_tokens
+                if event.meta_info.finish_reason is not None:
+                    break
+            if len(pieces) == 1:
+                return pieces[0]
+            ids, logprobs, reasons = zip(*pieces, strict=True)
+            return np.concatenate(ids), np.concatenate(logprobs), reasons[-1]
+
+        return self._stream("/generate", body, read, is_streamed=is_streamed)
 
     def _piece(self, output_ids: list[int], meta: _Meta, n: int, version: int | None) -> Upstream:
         """What is new since n tokens, of an event that may hold all of them or only the new ones."""

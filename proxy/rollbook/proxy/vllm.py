@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,8 +33,7 @@ from .form import structural_tag
 from .served import Broken, ServedEngine, Upstream, said
 
 
-class _Logprob(msgspec.Struct):
-    token_id: int
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float
 
 
@@ -58,6 +57,9 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     error: Any = None
 
+
+_INTERVAL = 64
+"""Tokens per event of an answer that nobody reads before its end (`stream_interval`); older servers send each."""
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
@@ -149,7 +151,7 @@ class VLLMEngine(ServedEngine):
         only = Sampling(temperature=1.0, top_k=1, max_tokens=4)
         try:
             _, logprobs, _ = await self._first(only, None)
-        except (Broken, aiohttp.ClientError) as error:
+        except Broken as error:
             raise EngineUnavailable(f"vLLM at {self._url} does not answer with tokens: {error}") from error
         self.logprobs_mode = "processed" if not logprobs.any() else "raw"
 
@@ -165,7 +167,7 @@ class VLLMEngine(ServedEngine):
         if self._forms_in != self._lives:
             # What cannot be a form is refused by a server that knows the parameter, and ignored by one that does not.
             asked = self._sampling(Sampling(max_tokens=1)) | {"structured_outputs": {"structural_tag": "no JSON"}}
-            path, body = self._request(np.array([1, 2, 3], np.int32), asked, "look")
+            path, body = self._request([1, 2, 3], asked, "look")
             self._has_forms = await self._status("POST", path, body) == 400
             self._forms_in = self._lives
         if not self._has_forms:
@@ -192,63 +194,83 @@ class VLLMEngine(ServedEngine):
             "logprobs": 0,
         }
 
-    def _request(self, ids: Int32s, parameters: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+    def _request(self, ids: Int32s | list[int], parameters: dict[str, Any], name: str) -> tuple[str, dict[str, Any]]:
         """(path, body) of one that generates."""
         if self._has_generate:
             own = {"sampling_params": {**parameters, "detokenize": False}, "request_id": name}
-            return "/inference/v1/generate", {"token_ids": ids.tolist(), **own}
+            return "/inference/v1/generate", {"token_ids": ids, **own}
         return "/v1/completions", {
             "model": self._served,
-            "prompt": ids.tolist(),
+            "prompt": ids,
             "return_token_ids": True,
             **parameters,
         }
 
-    async def _ask(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    def _ask(
+        self,
+        ids: Int32s,
+        sampling: Sampling,
+        name: str,
+        version: int | None,
+        form: Form | None,
+        *,
+        is_streamed: bool = True,
     ) -> AsyncIterator[Upstream]:
         parameters = self._sampling(sampling)
         if form is not None:
             is_json = form.schema is not None and not form.calls and form.thought == "none"
             told = {"json": form.schema} if is_json else {"structural_tag": structural_tag(form)}
             parameters |= {"structured_outputs": told, "min_tokens": 0}
+        if self._has_generate and not is_streamed:
+            parameters["stream_interval"] = _INTERVAL
         salt = {} if version is None else {"cache_salt": f"v{version}"}
         path, body = self._request(ids, parameters, name)
         if version in self._adapters:
             body["model"] = adapter_name(version)
-        try:
-            async with aclosing(self._events(path, {**body, **salt, "stream": True})) as events:  # type: ignore[type-var]
-                async for data in events:
-                    chunk = _decode_chunk(data)
-                    if chunk.error is not None:
-                        raise Broken(said(data))
-                    for choice in chunk.choices:
-                        if choice.finish_reason == "error":
-                            raise Broken("the request failed in the server")
-                        yield self._piece(choice, version)
-                        if choice.finish_reason is not None:
-                            return
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"vLLM at {self._url} answered what is not its API: {error}") from error
+        return self._stream(
+            path, {**body, **salt, "stream": True}, partial(self._read, version), is_streamed=is_streamed
+        )
 
-    def _piece(self, choice: _Choice, version: int | None) -> Upstream:
-        ids = choice.token_ids or []
-        given = choice.logprobs or _Logprobs()
-        logprobs = given.token_logprobs or [entry.logprob for entry in given.content or []]
-        if len(ids) != len(logprobs):
+    def _read(self, version: int | None, events: list[bytes]) -> Upstream:
+        """What some events say together."""
+        ids: list[int] = []
+        logprobs: list[float] = []
+        for data in events:
+            chunk = _decode_chunk(data)
+            if chunk.error is not None:
+                raise Broken(said(data))
+            for choice in chunk.choices:
+                if choice.finish_reason == "error":
+                    raise Broken("the request failed in the server")
+                self._take(choice, version, ids, logprobs)
+                if choice.finish_reason is not None:
+                    return np.array(ids, np.int32), np.array(logprobs, np.float32), choice.finish_reason
+        return np.array(ids, np.int32), np.array(logprobs, np.float32), None
+
+    def _take(self, choice: _Choice, version: int | None, ids: list[int], logprobs: list[float]) -> None:
+        """Add what a choice brings."""
+        new = choice.token_ids or []
+        given = choice.logprobs
+        if given is None:
+            known: list[float] = []
+        else:
+            known = given.token_logprobs or [entry.logprob for entry in given.content or ()]
+        if len(new) != len(known):
             raise EngineFailed(
-                f"vLLM at {self._url} sent {len(ids)} token ids and {len(logprobs)} logprobs in one piece; every "
+                f"vLLM at {self._url} sent {len(new)} token ids and {len(known)} logprobs in one piece; every "
                 "token needs both: is return_token_ids known to this server?"
             )
-        made_by = {span.version for span in choice.weight_versions or []}
         if version in self._adapters:
             version = self._base_version  # vLLM counts the base's
-        if version is not None and self._has_versions and made_by - {str(version)}:
-            raise EngineFailed(
-                f"vLLM at {self._url} says that version {', '.join(sorted(made_by))} answered, expected {version}: "
-                "somebody else changed its weights"
-            )
-        return np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), choice.finish_reason
+        if version is not None and self._has_versions:
+            made_by = {span.version for span in choice.weight_versions or ()}
+            if made_by - {str(version)}:
+                raise EngineFailed(
+                    f"vLLM at {self._url} says that version {', '.join(sorted(made_by))} answered, expected {version}: "
+                    "somebody else changed its weights"
+                )
+        ids += new
+        logprobs += known
 
     async def load_weights(self, path: str, version: int) -> None:
         """See `ServedEngine`."""
