@@ -31,6 +31,11 @@ class Terminal:
         os.close(theirs)
         self.text = ""
 
+    def answer(self, keys: str) -> None:
+        """Type at a new prompt: what comes earlier is not read by it."""
+        self.wait_for("rollbook>")
+        self.type(keys)
+
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
@@ -47,7 +52,7 @@ class Terminal:
         self.text = self.text.split(text, 1)[1]
 
     def end(self) -> int:
-        self.type("\x04")
+        self.answer("\x04")
         return self._process.wait(20)
 
     def stop(self) -> None:
@@ -73,24 +78,22 @@ def test_questions_are_typed_completed_answered_and_remembered(
     open_terminal: Callable[[], Terminal], tmp_path: Path
 ) -> None:
     terminal = open_terminal()
-    terminal.wait_for("rollbook>")
-    terminal.type("select count(*) > 3 as many from interac\t")
+    terminal.answer("select count(*) > 3 as many from interac\t")
     terminal.wait_for("tions")
     terminal.type(";\r")
     terminal.wait_for("many")
     terminal.wait_for("True")
     terminal.wait_for("1 rows in")
-    terminal.type("selec nonsense;\r")
+    terminal.answer("selec nonsense;\r")
     terminal.wait_for("syntax error")
-    terminal.type("run_compare\r")
+    terminal.answer("run_compare\r")
     terminal.wait_for("train_reward")
-    terminal.type(".columns runs\r")
+    terminal.answer(".columns runs\r")
     terminal.wait_for("restarted_at")
     assert terminal.end() == 0
     assert "run_compare" in (tmp_path / "rollbook" / "sql_history").read_text()
     again = open_terminal()
-    again.wait_for("rollbook>")
-    again.type("\x1b[A\x1b[A")  # up, up: before .columns was run_compare
+    again.answer("\x1b[A\x1b[A")  # up, up: before .columns was run_compare
     again.wait_for("run_compare")
     again.type("\r")
     again.wait_for("rows in")
