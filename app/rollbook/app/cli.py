@@ -202,6 +202,9 @@ def _reward(args: argparse.Namespace) -> None:
                 processes=args.processes,
                 timeout_s=args.timeout,
                 retries=args.retries,
+                concurrency=args.concurrency,
+                rate_per_s=args.rate,
+                batch=args.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     out.print(
@@ -487,7 +490,16 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--sql", action="store_true", help="JUDGE is a SQL expression over the episodes table")
     made.add_argument("--where", default=None, metavar="SQL", help="only episodes for which this holds")
     made.add_argument("--processes", type=int, default=os.cpu_count(), help="judging at once")
-    made.add_argument("--timeout", type=float, default=None, metavar="S", help="of one async judgement")
+    made.add_argument("--timeout", type=float, default=None, metavar="S", help="of one try, sync or async")
+    made.add_argument("--concurrency", type=int, default=8, metavar="N", help="async judgements at once, per process")
+    made.add_argument("--rate", type=float, default=None, metavar="N", help="tries that begin per second, in all")
+    made.add_argument(
+        "--batch",
+        type=int,
+        default=None,
+        metavar="N",
+        help="JUDGE takes lists of up to N, returns as many values",
+    )
     made.add_argument("--retries", type=int, default=0, help="more tries for a judgement that fails")
 
     made = command(

@@ -12,10 +12,14 @@ import importlib.util
 import inspect
 import math
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,7 +37,7 @@ from rollbook.store.expressions import literal, parse
 CHUNK = 64
 """Episodes that a process reads and judges at a time."""
 
-Judge = Callable[[Episode], Any]
+Judge = Callable[[Any], Any]  # an Episode, or a list of them
 Judged = tuple[str, dict[str | None, float], str | None]
 """Episode id, value by interaction id (None: the episode itself), why it failed."""
 
@@ -80,21 +84,124 @@ def judge_of(function: str) -> tuple[Judge, str]:
     return judge, f"{module_name}:{name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def judge_episode(judge: Judge, episode: Episode, *, timeout_s: float | None, retries: int) -> Judged:
-    """One episode. Whatever the function raises is this episode's failure, after `retries` more tries."""
-    name = episode.row["episode_id"]
+@dataclass(frozen=True)
+class Pace:
+    """How judgements are made. What is not finite does not limit."""
+
+    timeout_s: float | None = None  # of one try, sync or async
+    retries: int = 0  # more tries for a judgement that fails
+    concurrency: int = 8  # async judgements at once, per process
+    rate_per_s: float | None = None  # tries that begin per second, in all processes together
+    batch: int | None = None  # the function takes lists of so many episodes and returns as many values
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "rate_per_s", "batch", "concurrency", "processes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise BadSelection(f"{name} must be more than 0, got {value}")
+
+    @property
+    def chunk(self) -> int:
+        """Episodes that a process reads and judges at a time: enough to keep it busy, few enough to lose to a kill."""
+        if self.rate_per_s is not None:
+            return max(self.concurrency, self.batch or 1, 4)
+        return max(CHUNK, 4 * self.concurrency, self.batch or 1)
+
+
+class _Slots:
+    """When the next try may begin, in this process's share of the rate."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._every_s = 0.0 if pace.rate_per_s is None else pace.processes / pace.rate_per_s
+        self._next = time.monotonic()
+
+    def wait_s(self) -> float:
+        """Take the next slot; how long it is till then."""
+        now = time.monotonic()
+        self._next = max(self._next, now) + self._every_s
+        return self._next - self._every_s - now
+
+
+def judge_episodes(judge: Judge, episodes: Sequence[Episode], pace: Pace, slots: _Slots | None = None) -> list[Judged]:
+    """Whatever the function raises is that episode's (or that list's) failure, after `retries` more tries."""
+    slots = slots or _Slots(pace)
+    size = pace.batch or 1
+    pieces = [list(episodes[at : at + size]) for at in range(0, len(episodes), size)]
+    if _is_async(judge):
+        judged = asyncio.run(_judge_async(judge, pieces, pace, slots))
+    else:
+        judged = [_judge_piece(judge, piece, pace, slots) for piece in pieces]
+    return [one for piece in judged for one in piece]
+
+
+def _is_async(judge: Judge) -> bool:
+    return inspect.iscoroutinefunction(judge) or inspect.iscoroutinefunction(getattr(judge, "__call__", None))  # noqa: B004
+
+
+def _judge_piece(judge: Judge, piece: list[Episode], pace: Pace, slots: _Slots) -> list[Judged]:
     reason = ""
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(min(30.0, 0.5 * 2**attempt))
+    for attempt in range(pace.retries + 1):
+        time.sleep(_backoff_s(attempt) + slots.wait_s())
         try:
-            value = judge(episode)
-            if inspect.isawaitable(value):
-                value = asyncio.run(_in_time(value, timeout_s))
-            return name, _values(value, episode), None
+            with _alarm(pace.timeout_s):
+                value = judge(piece if pace.batch else piece[0])
+                if inspect.isawaitable(value):
+                    value = asyncio.run(_in_time(value, pace.timeout_s))
+            return _judgements(value, piece, pace)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-    return name, {}, reason
+    return [(episode.row["episode_id"], {}, reason) for episode in piece]
+
+
+async def _judge_async(judge: Judge, pieces: list[list[Episode]], pace: Pace, slots: _Slots) -> list[list[Judged]]:
+    free = asyncio.Semaphore(pace.concurrency)
+
+    async def one(piece: list[Episode]) -> list[Judged]:
+        reason = ""
+        async with free:
+            for attempt in range(pace.retries + 1):
+                await asyncio.sleep(_backoff_s(attempt) + slots.wait_s())
+                try:
+                    value = await _in_time(judge(piece if pace.batch else piece[0]), pace.timeout_s)
+                    return _judgements(value, piece, pace)
+                except Exception as error:
+                    reason = f"{type(error).__name__}: {error}"
+        return [(episode.row["episode_id"], {}, reason) for episode in piece]
+
+    return await asyncio.gather(*(one(piece) for piece in pieces))
+
+
+def _backoff_s(attempt: int) -> float:
+    return min(30.0, 0.5 * 2**attempt) if attempt else 0.0
+
+
+def _judgements(value: Any, piece: list[Episode], pace: Pace) -> list[Judged]:
+    if pace.batch is None:
+        return [(piece[0].row["episode_id"], _values(value, piece[0]), None)]
+    values = list(value)
+    if len(values) != len(piece):
+        raise ValueError(f"expected {len(piece)} values for a list of {len(piece)} episodes, got {len(values)}")
+    return [(one.row["episode_id"], _values(own, one), None) for own, one in zip(values, piece, strict=True)]
+
+
+@contextmanager
+def _alarm(timeout_s: float | None) -> Iterator[None]:
+    """Raises TimeoutError in Python code that takes longer. Workers judge in their main thread, which gets signals."""
+    if timeout_s is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeoutError(f"took longer than {timeout_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 async def _in_time(value: Any, timeout_s: float | None) -> Any:
@@ -114,18 +221,19 @@ def _values(value: Any, episode: Episode) -> dict[str | None, float]:
     return {target: float(number) for target, number in pairs.items()}
 
 
-_worker: tuple[Book, Judge] | None = None
+_worker: tuple[Book, Judge, Pace, _Slots] | None = None
 
 
-def _start_worker(book_path: str, function: str) -> None:
+def _start_worker(book_path: str, function: str, pace: Pace) -> None:
     global _worker
-    _worker = open_book(book_path), judge_of(function)[0]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that appends; it ends us
+    _worker = open_book(book_path), judge_of(function)[0], pace, _Slots(pace)
 
 
-def _judge_chunk(ids: Sequence[str], timeout_s: float | None, retries: int) -> list[Judged]:
+def _judge_chunk(ids: Sequence[str]) -> list[Judged]:
     assert _worker is not None
-    book, judge = _worker
-    return [judge_episode(judge, episode, timeout_s=timeout_s, retries=retries) for episode in book.episodes(ids)]
+    book, judge, pace, slots = _worker
+    return judge_episodes(judge, book.episodes(ids), pace, slots)
 
 
 def reward_by_function(
@@ -137,9 +245,17 @@ def reward_by_function(
     processes: int | None = None,
     timeout_s: float | None = None,
     retries: int = 0,
+    concurrency: int = 8,
+    rate_per_s: float | None = None,
+    batch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Judge the ended episodes for which the SQL condition `where` is true. progress: called with (done, of)."""
+    """Judge the ended episodes for which the SQL condition `where` is true; how fast is `Pace`'s.
+
+    What is judged is appended chunk by chunk, so that after a kill the same call judges the rest. progress: called with
+    (done, of). Raises WorkflowError for a function that cannot be had, or whose process dies.
+    """
+    pace = Pace(timeout_s, retries, concurrency, rate_per_s, batch, processes or os.cpu_count() or 1)
     _, source = judge_of(function)
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
         condition = f"and ({where})" if where else ""
@@ -157,7 +273,7 @@ def reward_by_function(
         outcome = Outcome(source, n_skipped=sum(i in judged for i in ids))
         ids = [i for i in ids if i not in judged]
         done = 0
-        for chunk in _judge_all(book_path, function, ids, processes or os.cpu_count() or 1, timeout_s, retries):
+        for chunk in _judge_all(book_path, function, ids, pace):
             events: list[Event] = []
             for episode_id, values, reason in chunk:
                 run_id = run_of[episode_id]
@@ -182,22 +298,29 @@ def reward_by_function(
     return outcome
 
 
-def _judge_all(
-    book_path: str, function: str, ids: Sequence[str], processes: int, timeout_s: float | None, retries: int
-) -> Iterator[list[Judged]]:
+def _judge_all(book_path: str, function: str, ids: Sequence[str], pace: Pace) -> Iterator[list[Judged]]:
     """Chunks as they are judged, a few in flight per process."""
-    chunks = iter([ids[i : i + CHUNK] for i in range(0, len(ids), CHUNK)])
+    # Of few episodes each process gets some; a chunk keeps as many async judgements going as are allowed.
+    least = max(pace.concurrency if _is_async(judge_of(function)[0]) else 1, pace.batch or 1)
+    size = max(least, min(pace.chunk, len(ids) // (4 * pace.processes)))
+    chunks = iter([ids[i : i + size] for i in range(0, len(ids), size)])
     context = get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start_worker, (book_path, function)) as pool:
+    with ProcessPoolExecutor(pace.processes, context, _start_worker, (book_path, function, pace)) as pool:
         running: set[Future[list[Judged]]] = set()
         while True:
-            while len(running) < 3 * processes and (chunk := next(chunks, None)) is not None:
-                running.add(pool.submit(_judge_chunk, chunk, timeout_s, retries))
+            while len(running) < 2 * pace.processes and (chunk := next(chunks, None)) is not None:
+                running.add(pool.submit(_judge_chunk, chunk))
             if not running:
                 return
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for future in finished:
-                yield future.result()
+                try:
+                    yield future.result()
+                except BrokenProcessPool as error:
+                    raise WorkflowError(
+                        f"a process that judged by {function} died, not by an exception (killed? out of memory?); "
+                        "what was judged is in the book, and the same command judges the rest"
+                    ) from error
 
 
 def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | None = None) -> Outcome:
