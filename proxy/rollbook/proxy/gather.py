@@ -33,6 +33,8 @@ class Gather:
 
     async def append(self, *events: Event) -> list[int]:
         """As `Log.append`: durable when it returns. A caller that is cancelled meanwhile takes nothing back."""
+        if self._n_calls <= 1 and not self._waiting:
+            return await self._log.append(*events)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[int]] = loop.create_future()
         self._waiting.append((events, future))
