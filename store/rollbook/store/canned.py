@@ -156,9 +156,10 @@ _ALL = (
         "logprob_gap_by_staleness",
         "Trainer minus engine logprob by versions between them; 0 at staleness 0 when both compute the same.",
         """
-        select s.scorer, s.version - i.version_min as staleness, count(*) as interactions, avg(s.mean_gap) as gap_mean,
-          avg(abs(s.mean_gap)) as gap_abs_mean, max(abs(s.mean_gap)) as gap_abs_max
-        from scores s join interactions i using (interaction_id)
+        select s.scorer, s.version - i.version_min as staleness, count(*) as interactions,
+          avg(s.mean_logprob - i.mean_logprob) as gap_mean, avg(abs(s.mean_logprob - i.mean_logprob)) as gap_abs_mean,
+          max(abs(s.mean_logprob - i.mean_logprob)) as gap_abs_max
+        from scored s join interactions i using (interaction_id)
         where ($run::varchar is null or i.run_id = $run) group by all order by s.scorer, staleness
         """,
     ),
@@ -168,7 +169,7 @@ _ALL = (
         """
         select b.run_id, b.step, count(*) as interactions,
           sum(s.mean_entropy * i.n_output) / sum(i.n_output) as entropy_mean, min(s.mean_entropy) as entropy_min
-        from scores s join batches b using (batch_id) join interactions i using (interaction_id)
+        from scored s join batches b using (batch_id) join interactions i using (interaction_id)
         where s.mean_entropy is not null and ($run::varchar is null or b.run_id = $run)
         group by all order by b.run_id, b.step
         """,
@@ -214,11 +215,14 @@ _ALL = (
         "reward_versions_diff",
         "Episodes whose reward differs between two names: what did a new judge change?",
         f"""
-        select a.run_id, a.episode_id, e.task_id, a.reward as before, b.reward as after, b.reward - a.reward as change
-        from (select * from episode_rewards where name = $before and {_RUN}) a
-        join (select * from episode_rewards where name = $after) b using (episode_id)
-        join episodes e using (episode_id)
-        where abs(b.reward - a.reward) > 1e-9 order by abs(change) desc, a.episode_id limit $limit
+        with pairs as (
+            select any_value(run_id) as run_id, episode_id, any_value(reward) filter (where name = $before) as before,
+              any_value(reward) filter (where name = $after) as after
+            from episode_rewards where name in ($before, $after) and {_RUN} group by episode_id
+        )
+        select p.run_id, episode_id, e.task_id, before, after, after - before as change
+        from pairs p join episodes e using (episode_id)
+        where abs(after - before) > 1e-9 order by abs(change) desc, episode_id limit $limit
         """,
         {"before": "reward", "after": "reward_v2", "limit": 100},
     ),
