@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from .reading import COLOURS, open_for_reading, print_table, show_episode, verify_book
+from .reading import COLOURS, open_for_reading, print_table, show_episode, verify_book, visible
 from .terminal import doctor, lists, tail
 
 Add = Callable[[str, Callable[[argparse.Namespace], None], str, str], argparse.ArgumentParser]
@@ -171,7 +171,7 @@ def _add_doctor(command: Add, out: Console) -> None:
             for finding in findings:
                 style = "bold red" if finding.level == "wrong" else "yellow"
                 examples = f" (e.g. {', '.join(finding.examples)})" if finding.examples else ""
-                head = Text.assemble((f"{finding.name}: ", style), finding.found, (examples, "dim"))
+                head = Text.assemble((f"{finding.name}: ", style), visible(finding.found), (examples, "dim"))
                 out.print(head, soft_wrap=not out.is_terminal, highlight=False)
                 out.print(Text(f"    {finding.do}"), soft_wrap=not out.is_terminal, highlight=False)
         if any(finding.level == "wrong" for finding in findings):
