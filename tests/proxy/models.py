@@ -68,7 +68,7 @@ def tiny_adapter(model: Path, folder: Path, *, seed: int = 0, scale: float = 0.3
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's, about transformers
-        changed = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+        changed = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config)
         for name, parameter in changed.named_parameters():
             if "lora_B" in name:
                 parameter.data.normal_(0.0, scale)
@@ -80,4 +80,4 @@ def adapted(model: Path, adapter: Path) -> Any:
     """The model as peft adapts it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), adapter)
