@@ -282,7 +282,8 @@ def recovery(folder: Path, size_gb: float) -> None:
     log = DirectoryLog(path, "w", live_bytes=None, sync=lambda fd: None)
     n = 0
     while log.written_bytes < size_gb * 1e9:
-        log.append_blocking(*copies([templates[(n + i) % len(templates)] for i in range(64)], 64))
+        events = copies([templates[(n + i) % len(templates)] for i in range(64)], 64)
+        log.append_blocking(*(msgspec.structs.replace(e, interaction_id=new_id("chatcmpl")) for e in events))
         n += 64
     log.close()
     last = max((path / "log" / "w").glob("*.log"))
