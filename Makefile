@@ -106,5 +106,11 @@ test-web: $(VENV)/dev.stamp app/web/node_modules/axe-core  ## the web page in a 
 web:  ## build again what the web page takes from npm (Node); the page itself needs no build
 	cd app/web && npm ci --ignore-scripts && npm run build
 
+.PHONY: docs
+docs: $(VENV)/dev.stamp  ## build the documentation into dist/docs
+	$(BIN)/python docs/make_sql.py
+	$(BIN)/python docs/make_config.py
+	$(BIN)/python -m mkdocs build --strict --quiet
+
 clean:  ## remove the environment and caches; books under runs/ stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache dist

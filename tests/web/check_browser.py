@@ -65,6 +65,7 @@ async def test_a_point_leads_to_its_episodes_and_on_to_tokens(made: Path) -> Non
         await page.get_by_role("region", name="runs").get_by_role("link", name="math/grpo").click()
         await expect(page.get_by_role("heading", level=1)).to_have_text("math/grpo")
         over = page.locator(".plot.can-click .u-over").first
+        await over.hover()  # waits until the plot has its size
         box = await over.bounding_box()
         assert box is not None
         await over.click(position={"x": box["width"] * 0.985, "y": box["height"] / 2})

@@ -20,7 +20,18 @@ from web_book import HOSTILE, TOKENIZER, make_book
 pytestmark = pytest.mark.anyio
 
 API = "/ui/api"
-QUESTIONS = ["book", "stamp", "runs", "episodes", "groups", "failures", "losses?run=r", "episode?id=e", "tokens?id=i"]
+QUESTIONS = [
+    "book",
+    "stamp",
+    "runs",
+    "episodes",
+    "groups",
+    "failures",
+    "losses?run=r",
+    "episode?id=e",
+    "tokens?id=i",
+    "group?run=r&group=g",
+]
 
 
 @pytest.fixture(scope="session")
@@ -174,6 +185,15 @@ async def test_what_cannot_be_asked_is_refused_in_a_sentence(
     answer = await client.get(f"{API}/episodes", params=params)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+async def test_a_group_comes_with_its_episodes_as_they_are_told_alone(client: httpx.AsyncClient) -> None:
+    group = await told(client, "group", run="math/grpo", group="math/grpo/9", limit=3)
+    ids = [row["episode_id"] for row in group["rows"]]
+    assert len(ids) == 3 <= group["total"]
+    assert group["episodes"] == [await told(client, "episode", id=name) for name in ids]
+    rewards = [row["reward"] for row in group["rows"] if row["reward"] is not None]
+    assert rewards == sorted(rewards, reverse=True)
 
 
 async def test_an_episode_comes_with_its_tree_rewards_and_credits(client: httpx.AsyncClient, made: Path) -> None:

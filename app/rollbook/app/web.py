@@ -36,6 +36,7 @@ from rollbook.proxy.server import Service, is_loopback, listen, refuse
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.wire import bearer
 from rollbook.store import Book, QueryRefused, open_book
+from rollbook.store.book import Episode
 from rollbook.store.canned import CANNED
 from rollbook.store.credit import Scheme
 from rollbook.store.schema import VIEWS, metadata
@@ -139,6 +140,15 @@ class OneEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     scheme: Scheme = "tree"
     gamma: float = 1.0
+
+
+class OneGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Some episodes of a group, to look at side by side."""
+
+    run: str
+    group: str
+    offset: int = 0
+    limit: int = 8
 
 
 class OneRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -291,15 +301,29 @@ def tell_losses(book: Book, asked: OneRun) -> dict[str, Any]:
     }
 
 
+def tell_group(book: Book, asked: OneGroup) -> dict[str, Any]:
+    """Some episodes of a group, best first, each as `tell_episode` tells it, and how many there are in all."""
+    listing = Listing(run=asked.run, group=asked.group, sort="-reward", offset=asked.offset, limit=asked.limit)
+    found = list_rows(book, "episodes", listing)
+    return {**found, "episodes": tell_episodes(book, [row["episode_id"] for row in found["rows"]])}
+
+
 def tell_episode(book: Book, asked: OneEpisode) -> dict[str, Any]:
     """One attempt as a tree: what was said at each node beyond its parent, and what it earned. Raises NotFound."""
+    return tell_episodes(book, [asked.id], asked.scheme, asked.gamma)[0]
+
+
+def tell_episodes(
+    book: Book, episode_ids: Sequence[str], scheme: Scheme = "tree", gamma: float = 1.0
+) -> list[dict[str, Any]]:
+    """Attempts as trees, in this order, asked for at once. Raises NotFound."""
     try:
-        episode = book.episode(asked.id)
+        episodes = book.episodes(episode_ids)
     except KeyError as error:
         raise NotFound(str(error.args[0])) from None
-    ids = [one.interaction_id for one in episode.interactions]
+    ids = [one.interaction_id for episode in episodes for one in episode.interactions]
     wanted = {"_ids": pa.table({"id": pa.array(ids, pa.string())})}
-    table = book.credits(asked.scheme, asked.gamma, episode_ids=[asked.id])
+    table = book.credits(scheme, gamma, episode_ids=episode_ids)
     credits_of = dict(zip(table["interaction_id"].to_pylist(), table["credit"].to_pylist(), strict=True))
     batches = _by_interaction(
         book.sql(
@@ -315,8 +339,37 @@ def tell_episode(book: Book, asked: OneEpisode) -> dict[str, Any]:
             **wanted,
         )
     )
+    origins = {name for episode in episodes if (name := episode.row.get("origin_interaction_id")) is not None}
+    of = book.sql(
+        "select interaction_id, episode_id from interactions where interaction_id in (select id from _origins)",
+        _origins=pa.table({"id": pa.array(sorted(origins), pa.string())}),
+    )
+    forked = dict(zip(of["interaction_id"].to_pylist(), of["episode_id"].to_pylist(), strict=True))
+    told = [_told(episode, credits_of, batches, scores) for episode in episodes]
+    for one in told:
+        one["episode"]["origin_episode_id"] = forked.get(one["episode"].get("origin_interaction_id"))
+    return told
+
+
+def _told(
+    episode: Episode,
+    credits_of: Mapping[str, float | None],
+    batches: Mapping[str, list[dict[str, Any]]],
+    scores: Mapping[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
     shown = (
-        *("interaction_id", "parent_id", "edge", "cause", "depth", "role", "model", "dialect", "finish_reason"),
+        *(
+            "interaction_id",
+            "parent_id",
+            "edge",
+            "cause",
+            "origin_id",
+            "depth",
+            "role",
+            "model",
+            "dialect",
+            "finish_reason",
+        ),
         *("n_prompt", "n_shared", "n_output", "version_min", "version_max", "seconds", "first_token_seconds"),
         *("mean_logprob", "is_trainable", "capture", "is_retried", "is_leaf", "delivered", "recorded_at"),
     )
@@ -499,6 +552,13 @@ async def tokens(request: AnyRequest, page: Served) -> Response[bytes]:
     return await _answer(request, page, lambda book: spell_interaction(page, book, asked.id))
 
 
+@get("/api/group")
+async def group(request: AnyRequest, page: Served) -> Response[bytes]:
+    """A group's episodes, to look at side by side."""
+    asked = _asked(request, OneGroup)
+    return await _answer(request, page, lambda book: tell_group(book, asked))
+
+
 @get("/api/canned/{name:str}")
 async def canned(request: AnyRequest, page: Served, name: FromPath[str]) -> Response[bytes]:
     """The answer to one of the questions that come ready made."""
@@ -566,7 +626,7 @@ def _refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
     return response
 
 
-_HANDLERS = [index, static, book_, stamp, runs, episodes, groups, failures, losses, episode, tokens, canned, sql]
+_HANDLERS = [index, static, book_, stamp, runs, episodes, groups, failures, losses, episode, group, tokens, canned, sql]
 
 
 def make_router(page: Page) -> Router:

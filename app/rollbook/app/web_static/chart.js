@@ -106,14 +106,16 @@ export function Chart({ lines, x, y, height = 240, onPoint, kind = "line" }) {
     );
     const resize = new ResizeObserver(() => plot.setSize({ width: node.clientWidth, height }));
     resize.observe(node);
-    const click = () => {
-      const i = plot.cursor.idx;
+    const click = (event) => {
+      // Where the click is, not where the cursor was last seen: a plot that was just drawn anew has seen none.
+      const box = plot.over.getBoundingClientRect();
+      const i = plot.posToIdx(event.clientX - box.left);
       if (!onPoint || i === null || i === undefined) return;
       // The line nearest to the pointer is meant.
       const near = lines
         .map((line) => line.points.find((p) => p.x === xs[i]))
         .filter((p) => p && p.y !== null)
-        .map((p) => [Math.abs(plot.valToPos(p.y, "y") - plot.cursor.top), p])
+        .map((p) => [Math.abs(plot.valToPos(p.y, "y") - (event.clientY - box.top)), p])
         .sort((a, b) => a[0] - b[0])[0];
       if (near) onPoint(near[1]);
     };

@@ -179,13 +179,14 @@ function Facts({ one }) {
     <p class="badges">
       ${one.edge && one.edge !== "extends" && html`<span class="badge warn">${one.edge}${one.cause ? `: ${one.cause}` : ""}</span>`}
       ${one.is_retried && html`<span class="badge warn">asked again later</span>`}
+      ${one.origin_id && html`<span class="badge">from the record</span>`}
       ${!one.is_trainable && html`<span class="badge">not trained on</span>`}
       ${one.capture !== "complete" && html`<span class="badge bad">capture ${one.capture}</span>`}
       ${one.delivered !== null && html`<span class="badge warn">client left after ${number(one.delivered)} tokens</span>`}
       ${one.credit !== null && html`<span class=${`badge ${one.credit > 0 ? "good" : one.credit < 0 ? "bad" : ""}`}>credit ${number(one.credit)}</span>`}
       ${one.rewards.map((reward) => html`<${Reward} reward=${reward} />`)}
       ${one.batches.map((batch) => html`<span class="badge">step ${batch.step}: advantage ${number(batch.advantage)}${batch.is_trained ? "" : " (not trained yet)"}</span>`)}
-      ${one.scores.map((score) => html`<span class="badge">${score.scorer} v${score.version}: gap ${number(score.mean_gap, 4)}</span>`)}
+      ${one.scores.map((score) => html`<span class="badge">${score.scorer}${score.version === null ? "" : ` v${score.version}`}: gap ${number(score.mean_gap, 4)}</span>`)}
     </p>
   `;
 }
@@ -238,7 +239,11 @@ export function EpisodePage({ id, params }) {
     <p class="facts">
       <span>task ${episode.task_id ?? "–"}</span><span>${versions(episode)}</span><span>${number(interactions.length)} calls</span>
       <span>began ${time(episode.opened_at)}</span>${episode.reason && html`<span>${episode.reason}</span>`}
-      ${episode.origin_interaction_id && html`<span>continued from ${episode.origin_interaction_id}</span>`}
+      ${episode.origin_interaction_id && html`<span>a fork of ${
+        episode.origin_episode_id
+          ? html`<a href=${address(["episode", episode.origin_episode_id], { call: episode.origin_interaction_id })}>${shortId(episode.origin_interaction_id)}</a>`
+          : shortId(episode.origin_interaction_id)
+      }</span>`}
     </p>
     ${episode.task && html`<details class="raw"><summary>The task</summary><div class="said">${pretty(episode.task)}</div></details>`}
     ${failures.length > 0 && html`<section class="card failures"><h2>Calls without an answer</h2><ul>${failures.map(
@@ -297,10 +302,10 @@ const pretty = (text) => {
 export function GroupPage({ run, group, params }) {
   useTitle(group);
   const offset = Number(params.offset) || 0;
-  const answer = useAnswer("episodes", { run, group, sort: "-reward", offset, limit: SIDE_BY_SIDE });
+  const answer = useAnswer("group", { run, group, offset, limit: SIDE_BY_SIDE });
   const to = (given) => address(["group", run, group], given);
   if (!answer.data) return html`<${Waiting} of=${answer} />`;
-  const { rows, total } = answer.data;
+  const { rows, total, episodes } = answer.data;
   return html`
     <p class="crumbs"><a href=${address(["run", run])}>${run}</a> › <a href=${address(["run", run, "groups"])}>groups</a></p>
     <h1 class="name">${group}</h1>
@@ -314,13 +319,12 @@ export function GroupPage({ run, group, params }) {
       </nav>`
     }
     <div class="side-by-side" tabindex="0" role="region" aria-label="episodes side by side">
-      ${rows.map((row) => html`<${Column} key=${row.episode_id} row=${row} />`)}
+      ${rows.map((row, i) => html`<${Column} key=${row.episode_id} row=${row} told=${episodes[i]} />`)}
     </div>
   `;
 }
 
-function Column({ row }) {
-  const answer = useAnswer("episode", { id: row.episode_id });
+function Column({ row, told }) {
   return html`
     <section class="card column">
       <h2><a href=${address(["episode", row.episode_id])}>${shortId(row.episode_id)}</a></h2>
@@ -328,8 +332,7 @@ function Column({ row }) {
         <span class=${`badge ${row.reward > 0 ? "good" : row.reward < 0 ? "bad" : ""}`}>reward ${number(row.reward)}</span>
         <span class="badge">${versions(row)}</span></p>
       <p class="facts"><span>${number(row.n_interactions)} calls</span><span>${number(row.n_output)} tokens</span>${row.reason && html`<span>${row.reason}</span>`}</p>
-      ${!answer.data && html`<${Waiting} of=${answer} />`}
-      ${answer.data?.interactions.map(
+      ${told.interactions.map(
         (one, i) => html`
           ${one.parent_id !== null && one.edge !== "extends" && html`<p class="badges"><span class="badge warn">${one.edge}${one.cause ? `: ${one.cause}` : ""}</span></p>`}
           ${one.request.map((message) => html`<${Message} message=${message} />`)}
