@@ -115,15 +115,26 @@ def task_of(book: Book, interaction_id: str) -> Task:
 
 
 def todays_policy(book: Book, interaction_id: str) -> list[str]:
-    """What `serve` needs to answer with the newest policy of the interaction's run. Raises NotForked."""
-    found = book.sql(
-        "select p.path, p.version from interactions i join policies p using (run_id) where interaction_id = ? "
-        "order by p.version desc",
-        [interaction_id],
-    ).to_pylist()
-    for one in found:
-        if Path(one["path"]).is_dir():
-            return ["--model", one["path"], "--weights-version", str(one["version"])]
+    """What `serve` needs to answer with the newest policy of the interaction's run; a fork's run is that of its origin.
+
+    Raises NotForked.
+    """
+    at: str | None = interaction_id
+    while at is not None:
+        found = book.sql(
+            "select p.path, p.version from interactions i join policies p using (run_id) where interaction_id = ? "
+            "order by p.version desc",
+            [at],
+        ).to_pylist()
+        for one in found:
+            if Path(one["path"]).is_dir():
+                return ["--model", one["path"], "--weights-version", str(one["version"])]
+        above = book.sql(
+            "select origin_interaction_id as id from interactions join episodes using (episode_id) "
+            "where interaction_id = ?",
+            [at],
+        )
+        at = above["id"][0].as_py() if above.num_rows else None
     raise NotForked(
         f"no policy of the run of {interaction_id} is on this machine; say with --model which model answers"
     )
