@@ -64,6 +64,7 @@ $(VENV)-lake/lake.stamp: pyproject.toml
 	@touch $@
 
 test-lake: $(VENV)-lake/lake.stamp  ## books in a DuckLake, on a PostgreSQL server of its own (Debian: postgresql); all SQL on the older DuckDB
+	ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends postgresql)
 	$(VENV)-lake/bin/python tests/lake/with_postgres.py $(VENV)-lake/bin/python -m pytest tests/store/test_log_contract.py tests/lake/check_lake.py
 	$(VENV)-lake/bin/python -m pytest tests/views tests/trees
 

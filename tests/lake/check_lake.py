@@ -98,7 +98,13 @@ while True:
 
 
 def start_writer(book: Path, name: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen([sys.executable, "-c", _WRITING, str(book), name], stdout=subprocess.PIPE, text=True)
+    tests = str(Path(__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITING, str(book), name],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tests, *sys.path])},
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
