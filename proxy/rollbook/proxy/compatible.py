@@ -6,7 +6,7 @@ not be trained on. It cannot be paused and takes no new weights here; its versio
 """
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from rollbook.store.events import Int32s
 
-from .engine import Form, Sampling
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Form, Sampling
 from .errors import BadRequest, EngineFailed, EngineUnavailable
 from .served import Broken, ServedEngine, Upstream, said
 
@@ -82,8 +82,15 @@ class CompatibleEngine(ServedEngine):
             param="response_format",
         )
 
-    async def _ask(
-        self, ids: Int32s, sampling: Sampling, name: str, version: int | None, form: Form | None
+    def _ask(
+        self,
+        ids: Int32s,
+        sampling: Sampling,
+        name: str,
+        version: int | None,
+        form: Form | None,
+        *,
+        is_streamed: bool = True,
     ) -> AsyncIterator[Upstream]:
         prompt = ids.tolist()
         body = {
@@ -105,18 +112,22 @@ class CompatibleEngine(ServedEngine):
         for field, off in (("top_k", 0), ("min_p", 0.0), ("min_tokens", 0), ("repetition_penalty", 1.0)):
             if (value := getattr(sampling, field)) != off:
                 body[field] = value
-        try:
-            async with aclosing(self._events("/v1/completions", body)) as events:  # type: ignore[type-var]
-                async for data in events:
-                    chunk = _decode_chunk(data)
-                    if chunk.error is not None:
-                        raise Broken(said(data))
-                    for choice in chunk.choices:
-                        yield self._piece(choice, prompt)
-                        if choice.finish_reason is not None:
-                            return
-        except msgspec.DecodeError as error:
-            raise EngineFailed(f"it answered what is not the API of completions: {error}") from error
+        return self._stream("/v1/completions", body, partial(self._read, prompt), is_streamed=is_streamed)
+
+    def _read(self, prompt: list[int], events: list[bytes]) -> Upstream:
+        """What some events say together."""
+        pieces: list[Upstream] = []
+        for data in events:
+            chunk = _decode_chunk(data)
+            if chunk.error is not None:
+                raise Broken(said(data))
+            pieces += [self._piece(choice, prompt) for choice in chunk.choices]
+            if pieces and pieces[-1][2] is not None:
+                break
+        if not pieces:
+            return EMPTY_IDS, EMPTY_LOGPROBS, None
+        ids, logprobs, reasons = zip(*pieces, strict=True)
+        return np.concatenate(ids), np.concatenate(logprobs), reasons[-1]
 
     def _piece(self, choice: _Choice, prompt: list[int]) -> Upstream:
         if choice.prompt_token_ids is not None and choice.prompt_token_ids != prompt:
