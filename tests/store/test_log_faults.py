@@ -537,7 +537,7 @@ def test_what_a_killed_writer_could_not_call_durable_is_read(tmp_path: Path) -> 
 
 def test_a_folder_that_is_no_book_says_what_to_do(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(BookNotFound, match=r"no book at .*has no book\.json.*open it with a writer name"):
+        with pytest.raises(BookNotFound, match=r"no book at .*has no book\.json.*writer="):
             DirectoryLog(path)
 
 

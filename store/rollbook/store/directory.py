@@ -13,7 +13,6 @@ Opening a writer repairs the only damage that a kill or a power cut can do, a ha
 is LogCorrupt and left as it is. Readers never repair: they stop before the frame that a live writer is writing.
 """
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -21,12 +20,11 @@ import json
 import logging
 import os
 import queue
-import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +35,9 @@ import pyarrow as pa
 
 from . import frames, rows
 from ._version import __version__
-from .errors import BadEvent, BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
-from .events import SCHEMA, Event, check
+from .appending import WRITER_NAME, Appending, Request, answer, number
+from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
+from .events import SCHEMA
 from .log import START, Cursor, Frame, advance
 from .sealing import SealingStopped, seal, sync_folder
 from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
@@ -49,11 +48,9 @@ LAKE_FORMAT = 2
 """Of a book.json that names a lake instead; see `lake`."""
 
 _log = logging.getLogger("rollbook.store")
-_WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DRAIN_BYTES = 32 << 20
 _SPLIT_BYTES = 512 << 10  # more than this is not written at once where others would wait meanwhile: see `_share`
 _IOV_MAX = min(1024, os.sysconf("SC_IOV_MAX"))  # buffers that one call writes
-_APPEND_BYTES = (1 << 31) - _DRAIN_BYTES  # Arrow's offsets have 31 bits
 _POLL_S = (0.0005, 0.005)  # followers wait between these, longer the longer nothing comes
 _PATIENCE_S = 0.1  # followers wait for a writer to say that a frame is synced, then sync it themselves
 _PARSED_BYTES = 256 << 20  # of decoded row groups that `gather` keeps
@@ -179,25 +176,15 @@ class SeenIds:
 # ---- the log -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    rows: list[rows.Row]
-    size_bytes: int
-    future: "asyncio.Future[list[int]] | Future[list[int]]"
-    loop: asyncio.AbstractEventLoop | None  # None: the future belongs to a thread
-    positions: list[int] = field(default_factory=list)
-    error: BaseException | None = None
-
-
 class _Commit(NamedTuple):
     """What one sync makes durable: a frame, and who waits for it. Without rows it has nothing to write."""
 
-    requests: list[_Request]
+    requests: list[Request]
     taken: dict[bytes, int]  # event id -> position
     buffers: list[bytes]  # of the frame
 
 
-class DirectoryLog:
+class DirectoryLog(Appending):
     """See `log.Log`. With a writer name it appends under that name, alone; without one it only reads.
 
     roll_bytes: a segment that has reached it is closed and the next begun.
@@ -218,21 +205,14 @@ class DirectoryLog:
         live_bytes: int | None = 512 << 20,
         sync: Callable[[int], None] = fdatasync,
     ) -> None:
-        self.path = Path(path)
+        super().__init__(Path(path), writer, "the disk")
         self.repairs: list[Repair] = []
         self.written_bytes = 0  # by this log since it was opened
-        self._writer = writer
         self._roll_bytes = roll_bytes
         self._live_bytes = live_bytes
         self._sync = sync
         self._chains: dict[str, Chain] = {}
         self._reading = threading.RLock()  # around the chains; batches are read outside
-        self._accepting = threading.Lock()  # around the queue and the two below
-        self._pid = os.getpid()
-        self._is_closed = False
-        self._failure: str | None = None
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._sealer: threading.Thread | None = None
         self._sealing = threading.Lock()  # one segment at a time
         self._to_seal = threading.Event()
@@ -241,10 +221,6 @@ class DirectoryLog:
         if writer is None:
             check_book(self.path)
         else:
-            if not _WRITER_NAME.fullmatch(writer):
-                raise ValueError(
-                    f"a writer name is 1 to 100 letters, digits, dots, dashes and underscores, got {writer!r}"
-                )
             try:
                 self._open_writer(writer)
             except OSError as error:
@@ -333,72 +309,36 @@ class DirectoryLog:
 
     # ---- append
 
-    @property
-    def writer(self) -> str | None:
-        return self._writer
-
-    async def append(self, *events: Event) -> list[int]:
-        if not events:
-            return []
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[int]] = loop.create_future()
-        self._submit(_request(events, future, loop))
-        return await future
-
-    def append_blocking(self, *events: Event) -> list[int]:
-        if not events:
-            return []
-        future: Future[list[int]] = Future()
-        self._submit(_request(events, future, None))
-        return future.result()
-
-    def _submit(self, request: _Request) -> None:
-        if os.getpid() != self._pid:  # forked: the thread that writes is the parent's
-            raise LogClosed(f"{self.path} was opened by process {self._pid}, not by this one; open the book again here")
-        with self._accepting:
-            if self._failure is not None:
-                raise LogClosed(
-                    f"the log of writer {self._writer!r} stopped after a failed write ({self._failure}); "
-                    "see to the disk, then open the book again"
-                )
-            if self._is_closed or self._thread is None:
-                raise LogClosed(
-                    f"{self.path} was opened without a writer; open it with a writer name to append"
-                    if self._writer is None
-                    else f"log of writer {self._writer!r} is closed; open the book again to append"
-                )
-            self._queue.put(request)
-
     def _write_loop(self) -> None:
         """The writer's thread: take what is waiting, commit it, answer. Ends on None or after a failure.
 
         The next frame is laid out before the last one is answered: answering wakes event loops, and while they have
         the interpreter this thread could not; so they get it when the disk has work.
         """
-        waiting: deque[_Request] = deque()
-        synced: list[_Request] = []  # durable, not answered yet
+        waiting: deque[Request] = deque()
+        synced: list[Request] = []  # durable, not answered yet
         is_open = True
         while is_open or waiting:
             is_open = self._drain(waiting, may_block=not synced and not waiting) and is_open
             requests = _share(waiting, synced)
             try:
                 commit = self._lay_out(requests)
-                _answer(synced)
+                answer(synced)
                 synced = []
                 if commit.buffers:
                     self._write(commit)
                 if not all(request.rows for request in requests):
                     self._roll()
             except Exception as error:  # whatever it is, nobody may wait for ever, and no more may be promised
-                _answer(synced)
+                answer(synced)
                 requests.extend(waiting)
                 self._stop(requests, error)
-                _answer(requests)
+                answer(requests)
                 return
             synced = requests
-        _answer(synced)
+        answer(synced)
 
-    def _drain(self, waiting: "deque[_Request]", may_block: bool) -> bool:
+    def _drain(self, waiting: "deque[Request]", may_block: bool) -> bool:
         """Move what is queued to `waiting`. False once the log is closed."""
         try:
             item = self._queue.get(may_block)
@@ -409,22 +349,11 @@ class DirectoryLog:
             return True
         return False
 
-    def _lay_out(self, requests: list[_Request]) -> _Commit:
+    def _lay_out(self, requests: list[Request]) -> _Commit:
         """Give positions to what is new, and the bytes to write."""
         chain = self._chains[self._writer or ""]
-        fresh: list[rows.Row] = []
-        taken: dict[bytes, int] = {}
         first = chain.next
-        for request in requests:
-            for row in request.rows:
-                id_ = row[1]
-                position = self._seen.find(id_)
-                if position is None:
-                    position = taken.get(id_)
-                if position is None:
-                    position = taken[id_] = first + len(fresh)
-                    fresh.append(row)
-                request.positions.append(position)
+        fresh, taken = number(requests, first, self._seen.find)
         if not fresh:
             return _Commit(requests, taken, [])
         message = rows.message(fresh, chain.writer, first)
@@ -460,7 +389,7 @@ class DirectoryLog:
         self._seen.recent.update(commit.taken)
         self.written_bytes += frame.size
 
-    def _stop(self, requests: list[_Request], error: Exception) -> None:
+    def _stop(self, requests: list[Request], error: Exception) -> None:
         what = str(error)
         if isinstance(error, OSError):
             what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or what
@@ -468,19 +397,7 @@ class DirectoryLog:
             f"could not write to the log in {self.path}: {what}; nothing of this append is acknowledged and the log "
             "takes no more: free or repair the disk, then open the book again and append the same events again"
         )
-        with self._accepting:
-            self._failure = what
-            while True:
-                try:
-                    waiting = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if waiting is not None:
-                    requests.append(waiting)
-        for request in requests:
-            request.error = LogWriteFailed(message)
-            request.error.__cause__ = error
-        _log.error("%s", message)
+        self._fail(requests, what, message, error)
 
     # ---- read
 
@@ -496,7 +413,7 @@ class DirectoryLog:
         with self._reading:
             writers = {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}
             for writer in writers:
-                if writer not in self._chains and _WRITER_NAME.fullmatch(writer):
+                if writer not in self._chains and WRITER_NAME.fullmatch(writer):
                     self._chains[writer] = Chain(self.path, writer)
                 # Our own segments are listed as they become durable.
                 if writer in self._chains and (writer != self._writer or self._is_closed):
@@ -596,7 +513,7 @@ class DirectoryLog:
         Raises LogClosed, LogCorrupt, LogWriteFailed (the disk refused; the log goes on and keeps its segments).
         """
         future: Future[list[int]] = Future()
-        self._submit(_Request([], 0, future, None))
+        self._submit(Request([], 0, future, None))
         future.result()
         try:
             self._seal_down_to(0)
@@ -649,11 +566,8 @@ class DirectoryLog:
     # ---- close
 
     def close(self) -> None:
-        with self._accepting:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._queue.put(None)
+        if not self._stop_accepting():
+            return
         self._to_seal.set()
         if self._sealer is not None:
             self._sealer.join()
@@ -675,21 +589,6 @@ def _listdir(path: Path) -> list[str]:
         return []
 
 
-def _request(
-    events: Sequence[Event],
-    future: "asyncio.Future[list[int]] | Future[list[int]]",
-    loop: asyncio.AbstractEventLoop | None,
-) -> _Request:
-    """Raises BadEvent."""
-    for event in events:
-        check(event)
-    encoded = [rows.encode(event) for event in events]
-    size = sum(map(rows.size_bytes, encoded))
-    if size > _APPEND_BYTES:
-        raise BadEvent(f"one append of {size} bytes, the most is {_APPEND_BYTES}; append fewer events at once")
-    return _Request(encoded, size, future, loop)
-
-
 def _write_at(fd: int, buffers: Sequence[bytes], offset: int) -> None:
     """All of them, one behind the other."""
     for i in range(0, len(buffers), _IOV_MAX):
@@ -703,7 +602,7 @@ def _write_at(fd: int, buffers: Sequence[bytes], offset: int) -> None:
                 rest = rest[os.pwrite(fd, rest, offset - len(rest)) :]
 
 
-def _share(waiting: "deque[_Request]", synced: list[_Request]) -> list[_Request]:
+def _share(waiting: "deque[Request]", synced: list[Request]) -> list[Request]:
     """Take from `waiting` what goes into the next frame: all of it, or half of what is outstanding where that is much.
 
     Tasks that wait for one commit come back together. If every frame took all of them, disk and tasks would wait for
@@ -711,7 +610,7 @@ def _share(waiting: "deque[_Request]", synced: list[_Request]) -> list[_Request]
     """
     outstanding = sum(r.size_bytes for r in waiting) + sum(r.size_bytes for r in synced)
     most = min(max(outstanding // 2, _SPLIT_BYTES), _DRAIN_BYTES)
-    taken: list[_Request] = []
+    taken: list[Request] = []
     size = 0
     while waiting and (not taken or size + waiting[0].size_bytes <= most):
         taken.append(waiting.popleft())
@@ -719,26 +618,3 @@ def _share(waiting: "deque[_Request]", synced: list[_Request]) -> list[_Request]
         if not taken[-1].rows:  # from `seal`
             break
     return taken
-
-
-def _answer(requests: list[_Request]) -> None:
-    """Wake who waits: threads one by one, each event loop once for all of its tasks."""
-    loops: dict[asyncio.AbstractEventLoop, list[_Request]] = {}
-    for request in requests:
-        if request.loop is not None:
-            loops.setdefault(request.loop, []).append(request)
-        else:
-            _resolve([request])
-    for loop, theirs in loops.items():
-        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
-            loop.call_soon_threadsafe(_resolve, theirs)
-
-
-def _resolve(requests: list[_Request]) -> None:
-    for request in requests:
-        if request.future.done():  # its caller was cancelled; the events stay
-            continue
-        if request.error is not None:
-            request.future.set_exception(request.error)
-        else:
-            request.future.set_result(request.positions)

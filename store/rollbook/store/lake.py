@@ -16,7 +16,6 @@ Many small files are what group commit leaves behind: `compact` has DuckLake mer
 Needs the extra `lake`: the extension exists for DuckDB 1.5.5 only, so this is an environment of its own.
 """
 
-import asyncio
 import contextlib
 import glob
 import importlib.util
@@ -28,8 +27,8 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,12 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .directory import _WRITER_NAME, LAKE_FORMAT, read_manifest, write_manifest
-from .errors import BadEvent, BookBusy, BookNotFound, LogClosed, LogCorrupt, LogWriteFailed, StoreError
-from .events import SCHEMA, Event, check
+from . import rows
+from .appending import Appending, Request, answer, number
+from .directory import LAKE_FORMAT, read_manifest, write_manifest
+from .errors import BookBusy, BookNotFound, LogCorrupt, StoreError
+from .events import SCHEMA
 from .log import START, Cursor, Frame, advance
-from .rows import to_batch
 from .sealing import sync_folder
 
 _log = logging.getLogger("rollbook.store")
@@ -140,31 +140,7 @@ def _extension(name: str) -> str:
     return name
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    events: tuple[Event, ...]
-    future: "asyncio.Future[list[int]] | Future[list[int]]"
-    loop: asyncio.AbstractEventLoop | None  # None: the future belongs to a thread
-    positions: list[int] = field(default_factory=list)
-    error: BaseException | None = None
-
-    def answer(self) -> None:
-        if self.loop is None:
-            self._resolve()
-            return
-        with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
-            self.loop.call_soon_threadsafe(self._resolve)
-
-    def _resolve(self) -> None:
-        if self.future.done():  # its caller was cancelled; the events stay
-            return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(self.positions)
-
-
-class LakeLog:
+class LakeLog(Appending):
     """See `log.Log`. With a writer name it appends under that name, alone; without one it only reads.
 
     patience_s: how long an append goes on trying to reach a catalogue that does not answer before the log stops.
@@ -173,14 +149,11 @@ class LakeLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], writer: str | None = None, *, patience_s: float = 60.0) -> None:
-        self.path = Path(path)
+        super().__init__(Path(path), writer, "the lake")
         lake = lake_of(self.path)
         if lake is None:
             raise BookNotFound(f"{self.path} is a book of its own folder, not of a lake; open it with open_book")
-        if writer is not None and not _WRITER_NAME.fullmatch(writer):
-            raise ValueError(f"a writer name is 1 to 100 letters, digits, dots, dashes and underscores, got {writer!r}")
         self._lake = lake
-        self._writer = writer
         self._patience_s = patience_s
         self._con: duckdb.DuckDBPyConnection | None = connect(lake)
         self._n_cursors = 0
@@ -188,11 +161,6 @@ class LakeLog:
         self._blocks: OrderedDict[tuple[str, int], pa.RecordBatch] = OrderedDict()
         self._blocks_bytes = 0
         self._known: tuple[int, dict[str, int]] = (-1, {})  # a snapshot, and where each writer ended in it
-        self._accepting = threading.Lock()
-        self._failure: str | None = None
-        self._is_closed = False
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         if writer is not None:
             try:
                 self._name = _Name(lake, writer)
@@ -207,48 +175,12 @@ class LakeLog:
 
     # ---- append
 
-    @property
-    def writer(self) -> str | None:
-        return self._writer
-
-    async def append(self, *events: Event) -> list[int]:
-        if not events:
-            return []
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[int]] = loop.create_future()
-        self._submit(_Request(events, future, loop))
-        return await future
-
-    def append_blocking(self, *events: Event) -> list[int]:
-        if not events:
-            return []
-        future: Future[list[int]] = Future()
-        self._submit(_Request(events, future, None))
-        return future.result()
-
-    def _submit(self, request: _Request) -> None:
-        for event in request.events:
-            check(event)
-        with self._accepting:
-            if self._failure is not None:
-                raise LogClosed(
-                    f"the log of writer {self._writer!r} stopped after a failed write ({self._failure}); "
-                    "see to the lake, then open the book again"
-                )
-            if self._is_closed or self._thread is None:
-                raise LogClosed(
-                    f"{self.path} was opened without a writer; open it with a writer name to append"
-                    if self._writer is None
-                    else f"log of writer {self._writer!r} is closed; open the book again to append"
-                )
-            self._queue.put(request)
-
     def _write_loop(self) -> None:
         """The writer's thread: take what is waiting, commit it, answer. Ends on None or after a failure."""
         with self._cursor() as con:
             is_open = True
             while is_open:
-                requests: list[_Request] = []
+                requests: list[Request] = []
                 n_events = 0
                 item = self._queue.get()
                 while True:
@@ -256,7 +188,7 @@ class LakeLog:
                         is_open = False
                         break
                     requests.append(item)
-                    n_events += len(item.events)
+                    n_events += len(item.rows)
                     if n_events >= _COMMIT_EVENTS:
                         break
                     try:
@@ -268,39 +200,17 @@ class LakeLog:
                 except Exception as error:  # whatever it is, nobody may wait for ever, and no more may be promised
                     self._stop(requests, error)
                     is_open = False
-                for request in requests:
-                    request.answer()
+                answer(requests)
 
-    def _commit(self, con: duckdb.DuckDBPyConnection, requests: list[_Request]) -> None:
-        """One file and one transaction for all of these; a request that cannot be stored is refused alone."""
-        batches: list[pa.RecordBatch] = []
-        taken: dict[bytes, int] = {}
+    def _commit(self, con: duckdb.DuckDBPyConnection, requests: list[Request]) -> None:
+        """One file and one transaction for all of these."""
         first = self._next
-        for request in requests:
-            fresh: dict[bytes, Event] = {}
-            own: dict[bytes, int] = {}
-            request.positions = []
-            for event in request.events:
-                position = self._find(con, event.event_id)
-                if position is None:
-                    position = taken.get(event.event_id, own.get(event.event_id))
-                if position is None:
-                    position = own[event.event_id] = first + len(taken) + len(fresh)
-                    fresh[event.event_id] = event
-                request.positions.append(position)
-            if not fresh:
-                continue
-            try:
-                batch = to_batch(list(fresh.values()), writer=self._writer or "", first_position=first + len(taken))
-            except BadEvent as error:
-                request.error = error
-                continue
-            batches.append(batch)
-            taken.update(own)
-        if not batches:
+        fresh, taken = number(requests, first, partial(self._find, con))
+        if not fresh:
             return
-        self._publish(con, pa.Table.from_batches(batches, SCHEMA), first)
-        self._next = first + len(taken)
+        batch = rows.decode(b"".join(rows.message(fresh, self._writer or "", first)))
+        self._publish(con, pa.Table.from_batches([batch], SCHEMA), first)
+        self._next = first + len(fresh)
         self._recent.update(taken)
         while len(self._recent) > _RECENT_IDS:
             self._newest = max(self._newest, self._recent.popitem(last=False)[0])
@@ -379,26 +289,14 @@ class LakeLog:
         assert found is not None
         return int(found[0]), bytes(found[1])
 
-    def _stop(self, requests: list[_Request], error: Exception) -> None:
+    def _stop(self, requests: list[Request], error: Exception) -> None:
         what = _first_line(error)
         message = (
             f"could not write to the lake of {self.path}: {what}; nothing of this append is acknowledged and the log "
             "takes no more: see to the catalogue and the shared folder, then open the book again and append the same "
             "events again"
         )
-        with self._accepting:
-            self._failure = what
-            while True:
-                try:
-                    waiting = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if waiting is not None:
-                    requests.append(waiting)
-        for request in requests:
-            request.error = LogWriteFailed(message)
-            request.error.__cause__ = error
-        _log.error("%s", message)
+        self._fail(requests, what, message, error)
 
     # ---- read
 
@@ -546,11 +444,8 @@ class LakeLog:
     # ---- close
 
     def close(self) -> None:
-        with self._accepting:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            self._queue.put(None)
+        if not self._stop_accepting():
+            return
         if self._thread is not None:
             self._thread.join()
             self._name.close()
