@@ -733,16 +733,17 @@ async def serve_until_stopped(
     """
     app = create_app(service, routes)
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with _serve_app(service, app) as url, anyio.create_task_group() as tasks:
+        async with _serve_app(service, app) as url:
             # What is alive now stays: collections need not look at it again, and stay short.
             gc.collect()
             gc.freeze()
-            announce(url)
-            if shared is not None:
-                tasks.start_soon(_serve_front, service, app, shared)
-            async for _ in signals:
-                tasks.cancel_scope.cancel()
-                return
+            announce(url)  # outside of the group: what it raises is one error, not a group of one
+            async with anyio.create_task_group() as tasks:
+                if shared is not None:
+                    tasks.start_soon(_serve_front, service, app, shared)
+                async for _ in signals:
+                    tasks.cancel_scope.cancel()
+                    return
 
 
 async def _serve_front(service: Service, app: App, shared: Shared) -> None:
