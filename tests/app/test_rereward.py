@@ -1,5 +1,6 @@
 """Old rollouts, new rewards."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
     main(["reward", book_path, "reward * 2", "--sql", "--name", "double"])
     main(["rewards", book_path, "v2", "double", "--format", "csv"])
     assert "t0,2,2.0,2.0,2" in capsys.readouterr().out
+    main(["rewards", book_path, "v2", "double", "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["moved"] == 2
+    main(["reward", book_path, "reward * 2", "--sql", "--name", "double", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert (said["name"], said["n_judged"], said["n_skipped"]) == ("double", 0, 0)
+    main(["sql", book_path, "select count(*) as n from episodes", "--json"])
+    assert json.loads(capsys.readouterr().out) == [{"n": 4}]
     with pytest.raises(SystemExit):
         main(["reward", book_path, f"{tmp_path}/none.py:score", "--name", "v2"])
     assert "there is no file" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The command line: every command is one function; an error that a person can act on is one sentence and status 1."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -207,6 +208,9 @@ def _reward(args: argparse.Namespace) -> None:
                 batch=args.batch,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
+    if args.json:
+        print(json.dumps({"name": args.name, **vars(outcome)}))
+        return
     out.print(
         f"{outcome.n_judged} episodes judged as {args.name!r} by {outcome.source}; {outcome.n_no_opinion} without an "
         f"opinion, {outcome.n_failed} failed (table `failures`), {outcome.n_skipped} judged by it before",
@@ -476,6 +480,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--format", choices=["table", "csv", "json", "parquet", "arrow"], default="table", help="how to print"
     )
+    made.add_argument("--json", action="store_const", dest="format", const="json", help="as --format json")
     made.add_argument("--output", "-o", default=None, metavar="FILE", help="write there instead of to the terminal")
 
     made = command(
@@ -501,6 +506,7 @@ def _parser() -> argparse.ArgumentParser:
         help="JUDGE takes lists of up to N, returns as many values",
     )
     made.add_argument("--retries", type=int, default=0, help="more tries for a judgement that fails")
+    made.add_argument("--json", action="store_true", help="say what was done as JSON")
 
     made = command(
         "rewards", _rewards, "compare two rewards, task by task", "rollbook rewards runs/demo/book reward v2"
@@ -509,6 +515,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("old", metavar="OLD", help="the name of a reward")
     made.add_argument("new", metavar="NEW", help="the name of another")
     made.add_argument("--format", choices=["table", "csv", "json"], default="table", help="as what")
+    made.add_argument("--json", action="store_const", dest="format", const="json", help="as --format json")
 
     made = command(
         "replay",

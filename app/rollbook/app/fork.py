@@ -17,7 +17,7 @@ from rollbook.agents.data import Task
 from rollbook.agents.runner import Episode, Runner
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, StoreError, open_book
-from rollbook.store.book import Interaction
+from rollbook.store.episodes import Interaction
 
 from .evaluation import on_server
 

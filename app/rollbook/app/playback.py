@@ -19,7 +19,7 @@ from rollbook.proxy.replay import Recorded, ReplayEngine, recorded
 from rollbook.proxy.server import Service, serve
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, MemoryLog
-from rollbook.store.book import Episode
+from rollbook.store.episodes import Episode
 
 RUN = "replay"
 

@@ -21,10 +21,10 @@ from rich.text import Text
 from rich.tree import Tree
 
 from rollbook.store import BadSelection, Book, QueryRefused, StoreError, open_book
-from rollbook.store.book import Episode, Interaction
 from rollbook.store.canned import CANNED
 from rollbook.store.connection import is_url, open_anywhere
 from rollbook.store.credit import Scheme
+from rollbook.store.episodes import Episode, Interaction
 from rollbook.store.verify import verify
 
 from .launch import ADMIN_KEY

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import duckdb
@@ -30,12 +31,18 @@ import duckdb
 from rollbook.agents.errors import WorkflowError, describe
 from rollbook.agents.workflow import load
 from rollbook.store import BadSelection, Book, Event, InteractionFailed, QueryRefused, RewardGiven, open_book
-from rollbook.store.book import Episode
+from rollbook.store.book import open_log
 from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
+from rollbook.store.episodes import Episode, EpisodeRows
 from rollbook.store.expressions import literal, parse
+from rollbook.store.log import Log
+from rollbook.store.stream import Payloads
 
 CHUNK = 64
 """Episodes that a process reads and judges at a time."""
+
+ROWS_OF = 1024
+"""Episodes whose rows are asked for with one query per table."""
 
 Judge = Callable[[Any], Any]  # an Episode, or a list of them
 Judged = tuple[str, dict[str | None, float], str | None]
@@ -151,7 +158,7 @@ def _judge_piece(judge: Judge, piece: list[Episode], pace: Pace, slots: _Slots) 
             return _judgements(value, piece, pace)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-    return [(episode.row["episode_id"], {}, reason) for episode in piece]
+    return [(episode.episode_id, {}, reason) for episode in piece]
 
 
 async def _judge_async(judge: Judge, pieces: list[list[Episode]], pace: Pace, slots: _Slots) -> list[list[Judged]]:
@@ -167,7 +174,7 @@ async def _judge_async(judge: Judge, pieces: list[list[Episode]], pace: Pace, sl
                     return _judgements(value, piece, pace)
                 except Exception as error:
                     reason = f"{type(error).__name__}: {error}"
-        return [(episode.row["episode_id"], {}, reason) for episode in piece]
+        return [(episode.episode_id, {}, reason) for episode in piece]
 
     return await asyncio.gather(*(one(piece) for piece in pieces))
 
@@ -178,11 +185,11 @@ def _backoff_s(attempt: int) -> float:
 
 def _judgements(value: Any, piece: list[Episode], pace: Pace) -> list[Judged]:
     if pace.batch is None:
-        return [(piece[0].row["episode_id"], _values(value, piece[0]), None)]
+        return [(piece[0].episode_id, _values(value, piece[0]), None)]
     values = list(value)
     if len(values) != len(piece):
         raise ValueError(f"expected {len(piece)} values for a list of {len(piece)} episodes, got {len(values)}")
-    return [(one.row["episode_id"], _values(own, one), None) for own, one in zip(values, piece, strict=True)]
+    return [(one.episode_id, _values(own, one), None) for own, one in zip(values, piece, strict=True)]
 
 
 @contextmanager
@@ -212,7 +219,7 @@ def _values(value: Any, episode: Episode) -> dict[str | None, float]:
     if value is None:
         return {}
     pairs: dict[str | None, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
-    known = {one.interaction_id for one in episode.interactions}
+    known = {one.interaction_id for one in episode.interactions} if isinstance(value, Mapping) else set()
     for target, number in pairs.items():
         if target is not None and target not in known:
             raise ValueError(f"a reward for {target!r}, which is no interaction of the episode")
@@ -221,19 +228,86 @@ def _values(value: Any, episode: Episode) -> dict[str | None, float]:
     return {target: float(number) for target, number in pairs.items()}
 
 
-_worker: tuple[Book, Judge, Pace, _Slots] | None = None
+_worker: tuple[Log, Payloads, Judge, Pace, _Slots] | None = None
 
 
-def _start_worker(book_path: str, function: str, pace: Pace) -> None:
+def _start_worker(book_path: str, function: str, pace: Pace, env: Mapping[str, str]) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that appends; it ends us
-    _worker = open_book(book_path), judge_of(function)[0], pace, _Slots(pace)
+    for name in os.environ.keys() - env.keys():
+        del os.environ[name]
+    os.environ.update(env)  # the process that we were forked from may have older ones
+    log = open_log(book_path)
+    _worker = log, Payloads(log), judge_of(function)[0], pace, _Slots(pace)
 
 
-def _judge_chunk(ids: Sequence[str]) -> list[Judged]:
+def _judge_chunk(rows: EpisodeRows) -> list[Judged]:
     assert _worker is not None
-    book, judge, pace, slots = _worker
-    return judge_episodes(judge, book.episodes(ids), pace, slots)
+    log, payloads, judge, pace, slots = _worker
+    return judge_episodes(judge, rows.read(log, payloads), pace, slots)
+
+
+class _Judges:
+    """Processes that judge. They start while the caller opens its book, and need of it only the log."""
+
+    def __init__(self, book_path: str, function: str, pace: Pace) -> None:
+        self._function = function
+        self._pace = pace
+        # Forked from a process that has imported everything once and does nothing else: not from this one, which has
+        # threads, and not each with an import of its own, a second of CPU.
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        self._pool = ProcessPoolExecutor(
+            pace.processes, context, _start_worker, (book_path, function, pace, dict(os.environ))
+        )
+        self._starting = threading.Thread(target=self._start, daemon=True)
+        self._starting.start()
+
+    def _start(self) -> None:
+        for _ in range(self._pace.processes):
+            self._pool.submit(int)
+
+    def __enter__(self) -> "_Judges":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._starting.join()
+        self._pool.shutdown()
+
+    def judge(self, book: Book, ids: Sequence[str]) -> Iterator[list[Judged]]:
+        """Judgements as they come, of one chunk or of several that were ready together.
+
+        Raises WorkflowError when a process dies.
+        """
+        # Of few episodes each process gets some; a chunk keeps as many async judgements going as are allowed.
+        pace = self._pace
+        least = max(pace.concurrency if _is_async(judge_of(self._function)[0]) else 1, pace.batch or 1)
+        size = max(least, min(pace.chunk, len(ids) // (4 * pace.processes)))
+        chunks = _chunks(book, ids, size)
+        running: set[Future[list[Judged]]] = set()
+        try:
+            self._starting.join()
+            while True:
+                while len(running) < 2 * pace.processes and (chunk := next(chunks, None)) is not None:
+                    running.add(self._pool.submit(_judge_chunk, chunk))
+                if not running:
+                    return
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                yield [one for future in finished for one in future.result()]
+        except BrokenProcessPool as error:
+            raise WorkflowError(
+                f"a process that judged by {self._function} died, not by an exception (killed? out of memory?); "
+                "what was judged is in the book, and the same command judges the rest"
+            ) from error
+
+
+def _chunks(book: Book, ids: Sequence[str], size: int) -> Iterator[EpisodeRows]:
+    """The rows of `size` episodes at a time; the tables are asked for many at once."""
+    at_once = size * max(1, ROWS_OF // size)
+    for at in range(0, len(ids), at_once):
+        rows = book.episode_rows(ids[at : at + at_once])
+        for start in range(0, len(rows.ids), size):
+            yield rows.slice(start, start + size)
 
 
 def reward_by_function(
@@ -257,7 +331,10 @@ def reward_by_function(
     """
     pace = Pace(timeout_s, retries, concurrency, rate_per_s, batch, processes or os.cpu_count() or 1)
     _, source = judge_of(function)
-    with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
+    with (
+        _Judges(book_path, function, pace) as judges,
+        open_book(book_path, writer=f"reward-{os.getpid()}") as book,
+    ):
         condition = f"and ({where})" if where else ""
         ids: list[str] = _ask(
             book, f"select episode_id from episodes where state <> 'open' {condition} order by opened_at, episode_id"
@@ -273,7 +350,7 @@ def reward_by_function(
         outcome = Outcome(source, n_skipped=sum(i in judged for i in ids))
         ids = [i for i in ids if i not in judged]
         done = 0
-        for chunk in _judge_all(book_path, function, ids, pace):
+        for chunk in judges.judge(book, ids):
             events: list[Event] = []
             for episode_id, values, reason in chunk:
                 run_id = run_of[episode_id]
@@ -296,31 +373,6 @@ def reward_by_function(
             if progress is not None:
                 progress(done, len(ids))
     return outcome
-
-
-def _judge_all(book_path: str, function: str, ids: Sequence[str], pace: Pace) -> Iterator[list[Judged]]:
-    """Chunks as they are judged, a few in flight per process."""
-    # Of few episodes each process gets some; a chunk keeps as many async judgements going as are allowed.
-    least = max(pace.concurrency if _is_async(judge_of(function)[0]) else 1, pace.batch or 1)
-    size = max(least, min(pace.chunk, len(ids) // (4 * pace.processes)))
-    chunks = iter([ids[i : i + size] for i in range(0, len(ids), size)])
-    context = get_context("spawn")
-    with ProcessPoolExecutor(pace.processes, context, _start_worker, (book_path, function, pace)) as pool:
-        running: set[Future[list[Judged]]] = set()
-        while True:
-            while len(running) < 2 * pace.processes and (chunk := next(chunks, None)) is not None:
-                running.add(pool.submit(_judge_chunk, chunk))
-            if not running:
-                return
-            finished, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in finished:
-                try:
-                    yield future.result()
-                except BrokenProcessPool as error:
-                    raise WorkflowError(
-                        f"a process that judged by {function} died, not by an exception (killed? out of memory?); "
-                        "what was judged is in the book, and the same command judges the rest"
-                    ) from error
 
 
 def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | None = None) -> Outcome:

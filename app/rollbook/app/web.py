@@ -36,9 +36,9 @@ from rollbook.proxy.server import Service, is_loopback, listen, refuse
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.wire import bearer
 from rollbook.store import Book, QueryRefused, open_book
-from rollbook.store.book import Episode
 from rollbook.store.canned import CANNED
 from rollbook.store.credit import Scheme
+from rollbook.store.episodes import Episode
 from rollbook.store.schema import VIEWS, metadata
 from rollbook.store.sql import Limits, run_query
 

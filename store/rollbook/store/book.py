@@ -9,8 +9,6 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,8 +18,9 @@ import pyarrow as pa
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import DirectoryLog, read_manifest
+from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy
-from .events import Event, Float32s, Int32s, Messages, RewardGiven, decode_messages
+from .events import Event, RewardGiven
 from .log import Log
 from .relations import named_relations, read_tokens, read_tool_calls
 from .selection import Selection, discards_query, episodes_query, select_query
@@ -36,97 +35,6 @@ MAX_TOKENS = 5_000_000
 """Rows of `tokens` that a query may get by its name; about 300 MB."""
 
 _BULK = 8192  # events per append of a re-reward
-
-
-@dataclass(frozen=True)
-class Interaction:
-    """One model call as the model saw it. What its parents already hold is put together when it is asked for."""
-
-    row: dict[str, Any]  # its row of `interactions`
-    request: list[dict[str, Any]]  # the messages that were new in it
-    reply: dict[str, Any]
-    rewards: list[dict[str, Any]]  # every reward ever given on it, oldest first
-    _tree: "_Tree" = field(repr=False, compare=False)
-    _index: int = field(repr=False, compare=False)  # in the tree
-
-    @property
-    def interaction_id(self) -> str:
-        name: str = self.row["interaction_id"]
-        return name
-
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The whole request, as the client sent it."""
-        return self._tree.messages(self._index)
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        return self._tree.tools(self._index)
-
-    @cached_property
-    def _tokens(self) -> Tokens:
-        return self._tree.nodes.load([self._index])
-
-    @property
-    def prompt_ids(self) -> Int32s:
-        """The whole prompt."""
-        return self._tokens.input_ids[~self._tokens.loss_mask]
-
-    @cached_property
-    def _output(self) -> tuple[Int32s, Float32s, Int32s]:
-        return self._tree.nodes.output(self._index)
-
-    @property
-    def output_ids(self) -> Int32s:
-        return self._output[0]
-
-    @property
-    def logprobs(self) -> Float32s:
-        """One per output token."""
-        return self._output[1]
-
-    @property
-    def versions(self) -> Int32s:
-        """The policy's, one per output token."""
-        return self._output[2]
-
-
-@dataclass(frozen=True)
-class _Tree:
-    """What the interactions of an episode say, each beyond its parent."""
-
-    nodes: Nodes
-    said: list[Messages]
-
-    def messages(self, i: int) -> list[dict[str, Any]]:
-        way = [i]
-        while self.said[way[-1]].kept != 0 and self.nodes.parent[way[-1]] >= 0:
-            way.append(int(self.nodes.parent[way[-1]]))
-        messages = list(self.said[way.pop()].request)
-        for n in reversed(way):
-            own = self.said[n]
-            parent = self.said[int(self.nodes.parent[n])]
-            messages.append(own.resent if own.resent is not None else parent.reply)
-            del messages[len(messages) if own.kept is None else own.kept :]
-            messages += own.request
-        return messages
-
-    def tools(self, i: int) -> list[dict[str, Any]]:
-        while True:
-            tools, parent = self.said[i].tools, int(self.nodes.parent[i])
-            if tools is not None or parent < 0:
-                return tools or []
-            i = parent
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One attempt at a task, with all its model calls in the order in which they were recorded."""
-
-    row: dict[str, Any]  # its row of `episodes`
-    interactions: list[Interaction]
-    rewards: list[dict[str, Any]]  # every reward ever given on the episode itself, oldest first
-    failures: list[dict[str, Any]]
 
 
 class Book:
@@ -346,55 +254,32 @@ class Book:
 
     def episodes(self, episode_ids: Sequence[str]) -> list[Episode]:
         """These attempts with their whole trees, in this order; some hundreds at a time. Raises KeyError."""
-        wanted = pa.table({"id": pa.array(list(episode_ids), pa.string())})
+        return self.episode_rows(episode_ids).read(self.log, self._payloads)
 
-        def rows(table: str, order: str, condition: str = "true") -> pa.Table:
-            where = f"episode_id in (select id from _wanted) and {condition}"
-            return self.sql(f"from {table} where {where} order by {order}, event_id", _wanted=wanted)
+    def episode_rows(self, episode_ids: Sequence[str]) -> EpisodeRows:
+        """What the tables hold of these attempts; `EpisodeRows.read` makes them, also in another process.
 
-        own = self.sql("from episodes where episode_id in (select id from _wanted)", _wanted=wanted).to_pylist()
-        row_of = {row["episode_id"]: row for row in own}
-        rewards_of = _by_target(rows("rewards", "given_at"))
-        failures_of = _by_target(rows("failures", "failed_at"))
-        interactions_of: dict[str, list[Interaction]] = {}
-        table = rows("interactions", "recorded_at")
-        if table.num_rows:
-            stored = self.log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
-            said = [decode_messages(text or '{"request":[],"reply":{}}') for text in stored["messages"].to_pylist()]
-            tree = _Tree(Nodes.read(table.select(NODE_COLUMNS), self._payloads), said)
-            for i, (row, new) in enumerate(zip(table.to_pylist(), said, strict=True)):
-                given = rewards_of.get((row["episode_id"], row["interaction_id"]), [])
-                one = Interaction(row, new.request, new.reply, given, tree, i)
-                interactions_of.setdefault(row["episode_id"], []).append(one)
-        episodes: list[Episode] = []
-        for name in episode_ids:
-            interactions = interactions_of.get(name, [])
-            if name not in row_of:
-                if not interactions:
-                    raise KeyError(f"no episode {name!r} in this book")
-                row_of[name] = {"episode_id": name, "run_id": interactions[0].row["run_id"], "state": "open"}
-            episodes.append(
-                Episode(
-                    row=row_of[name],
-                    interactions=interactions,
-                    rewards=rewards_of.get((name, None), []),
-                    failures=failures_of.get((name, None), []),
-                )
-            )
-        return episodes
+        The way for many readers of one book, of whom only one asks its tables.
+        """
+        ids = list(episode_ids)
+        wanted = pa.table({"id": pa.array(ids, pa.string()), "n": pa.array(range(len(ids)), pa.int32())})
+
+        def rows(table: str, order: str) -> pa.Table:
+            query = f"select t.*, w.n from {table} t join _wanted w on t.episode_id = w.id order by w.n{order}"
+            return self.sql(query, _wanted=wanted)
+
+        return EpisodeRows(
+            ids,
+            rows("episodes", ""),
+            rows("interactions", ", recorded_at, event_id"),
+            rows("rewards", ", given_at, event_id"),
+            rows("failures", ", failed_at, event_id"),
+        )
 
     def close(self) -> None:
         """Give files and locks back. Twice is once."""
         self.views.close()
         self.log.close()
-
-
-def _by_target(table: pa.Table) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
-    """Rows by (episode, interaction); None for the episode itself."""
-    rows: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
-    for row in table.to_pylist():
-        rows.setdefault((row["episode_id"], row.get("interaction_id")), []).append(row)
-    return rows
 
 
 def open_log(path: str | os.PathLike[str], writer: str | None = None) -> Log:

@@ -24,7 +24,7 @@ from typing import Literal, get_args
 
 from .errors import BadSelection
 from .expressions import literal, parse, quote
-from .schema import metadata
+from .schema import current_rewards_sql, episode_rewards_sql, metadata
 
 Scheme = Literal["tree", "arrival", "broadcast", "none"]
 Fork = Literal["mean", "sum", "max"]
@@ -47,16 +47,22 @@ def given_query(reward: str | None, episodes: str | None = None) -> str:
     episodes: SQL for the episode_ids wanted; None for all.
     """
     name = "reward" if reward is None else reward.strip('"')
-    only = "" if episodes is None else f" and episode_id in ({episodes})"
     if reward is None or is_reward_name(reward):
         return (
-            "select episode_id, interaction_id, sum(value * weight) as value from current_rewards "
-            f"where name = {literal(name)}{only} group by episode_id, interaction_id"
+            f"select episode_id, interaction_id, sum(value * weight) as value from {_standing([name], episodes)} "
+            "group by episode_id, interaction_id"
         )
     return (
         "select episode_id, null::varchar as interaction_id, value from "
         f"({episode_rewards_query(reward, episodes)}) where value is not null"
     )
+
+
+def _standing(names: Sequence[str], episodes: str | None) -> str:
+    """SQL for `current_rewards` under these names, of all episodes or of the wanted ones, which are chosen first."""
+    only = "" if episodes is None else f" and episode_id in ({episodes})"
+    wanted = ", ".join(literal(name) for name in names)
+    return f"({current_rewards_sql(f'(from rewards where name in ({wanted}){only})')})"
 
 
 def episode_rewards_query(reward: str | None, episodes: str | None = None) -> str:
@@ -65,20 +71,19 @@ def episode_rewards_query(reward: str | None, episodes: str | None = None) -> st
     if reward is None or reward == "reward":
         return f"select episode_id, reward as value from episodes{only}"
     if is_reward_name(reward):
-        also = f"{only} and" if only else " where"
-        return f"select episode_id, reward as value from episode_rewards{also} name = {literal(reward.strip(chr(34)))}"
+        rewards = episode_rewards_sql(_standing([reward.strip('"')], episodes))
+        return f"select episode_id, reward as value from ({rewards})"
     expression = parse(reward)
     names = sorted(expression.columns - EPISODE_COLUMNS)
     if not names:
         return f"select episode_id, ({expression.text}\n)::double as value from episodes{only}"
     pivot = ", ".join(f"max(reward) filter (where name = {literal(name)}) as {quote(name)}" for name in names)
-    wanted = ", ".join(literal(name) for name in names)
-    also = f"{only} and" if only else " where"
+    rewards = episode_rewards_sql(_standing(names, episodes))
     return f"""
         select episode_id, ({expression.text}
         )::double as value
         from (select * from episodes{only}) left join (
-            select episode_id, {pivot} from episode_rewards{also} name in ({wanted}) group by episode_id
+            select episode_id, {pivot} from ({rewards}) group by episode_id
         ) using (episode_id)
     """
 

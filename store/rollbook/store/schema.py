@@ -265,6 +265,35 @@ class View:
     sql: str
 
 
+def current_rewards_sql(rewards: str) -> str:
+    """SQL for what stands of some rows of `rewards`, given as a relation in SQL. It groups, so that a condition behind
+    it is a condition on all rewards of the book: choose before.
+    """
+    return f"""
+        select run_id, episode_id, interaction_id, "start", "end", name, last.value as value, last.weight as weight,
+          last.source as source, given_at, last.event_id as event_id
+        from (
+          select any_value(run_id) as run_id, episode_id, interaction_id, "start", "end", name,
+            max(given_at) as given_at,
+            arg_max(
+              {{'value': value, 'weight': weight, 'source': source, 'event_id': event_id}},
+              {{'at': given_at, 'id': event_id}}
+            ) as last
+          from {rewards} group by episode_id, interaction_id, "start", "end", name
+        )
+    """
+
+
+def episode_rewards_sql(current: str) -> str:
+    """SQL for the view `episode_rewards` of some rows of `current_rewards`."""
+    return f"""
+        select any_value(run_id) as run_id, episode_id, name,
+          coalesce(sum(value * weight) filter (where interaction_id is null), sum(value * weight)) as reward,
+          max(given_at) as given_at
+        from {current} group by episode_id, name
+    """
+
+
 VIEWS: tuple[View, ...] = (
     View(
         "current_rewards",
@@ -282,19 +311,7 @@ VIEWS: tuple[View, ...] = (
             "given_at": "when it was given",
             "event_id": "of RewardGiven",
         },
-        """
-        select run_id, episode_id, interaction_id, "start", "end", name, last.value as value, last.weight as weight,
-          last.source as source, given_at, last.event_id as event_id
-        from (
-          select any_value(run_id) as run_id, episode_id, interaction_id, "start", "end", name,
-            max(given_at) as given_at,
-            arg_max(
-              {'value': value, 'weight': weight, 'source': source, 'event_id': event_id},
-              {'at': given_at, 'id': event_id}
-            ) as last
-          from rewards group by episode_id, interaction_id, "start", "end", name
-        )
-        """,
+        current_rewards_sql("rewards"),
     ),
     View(
         "episode_rewards",
@@ -306,12 +323,7 @@ VIEWS: tuple[View, ...] = (
             "reward": "value * weight, summed as said",
             "given_at": "when the last of them was given",
         },
-        """
-        select any_value(run_id) as run_id, episode_id, name,
-          coalesce(sum(value * weight) filter (where interaction_id is null), sum(value * weight)) as reward,
-          max(given_at) as given_at
-        from current_rewards group by episode_id, name
-        """,
+        episode_rewards_sql("current_rewards"),
     ),
     View(
         "groups",

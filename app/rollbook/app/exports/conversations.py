@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rollbook.store import Book
-from rollbook.store.book import Episode, Interaction
+from rollbook.store.episodes import Episode, Interaction
 from rollbook.store.selection import Rows, Selection
 
 Message = dict[str, Any]
