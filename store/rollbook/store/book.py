@@ -254,7 +254,7 @@ class Book:
 
     def episodes(self, episode_ids: Sequence[str]) -> list[Episode]:
         """These attempts with their whole trees, in this order; some hundreds at a time. Raises KeyError."""
-        return self.episode_rows(episode_ids).read(self.log, self._payloads)
+        return self.episode_rows(episode_ids).read(self.log, self._payloads, is_lasting=True)
 
     def episode_rows(self, episode_ids: Sequence[str]) -> EpisodeRows:
         """What the tables hold of these attempts; `EpisodeRows.read` makes them, also in another process.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
@@ -37,15 +38,20 @@ class EpisodeRows:
             *(_between(t, start, stop) for t in (self.episodes, self.interactions, self.rewards, self.failures)),
         )
 
-    def read(self, log: Log, payloads: Payloads) -> "list[Episode]":
-        """The episodes, with their messages and the places of their tokens from the log. Raises KeyError."""
-        said, nodes = Said([]), None
+    def read(self, log: Log, payloads: Payloads, *, is_lasting: bool = False) -> "list[Episode]":
+        """The episodes, with their messages from the log. Raises KeyError.
+
+        is_lasting: they may be used when the log is closed. Otherwise tokens are found when first asked for, which
+        is half of the work of reading, and most judges look at text alone.
+        """
         table = self.interactions
+        said = Said([])
         if table.num_rows:
             stored = log.gather(list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True)))
             said = Said(stored["messages"].to_pylist())
-            nodes = Nodes.read(table.select(NODE_COLUMNS), payloads)
-        held = _Held(self, said, nodes)
+        held = _Held(self, said, payloads)
+        if is_lasting and table.num_rows:
+            _ = held.nodes
         begins = np.searchsorted(table["n"].to_numpy(), np.arange(len(self.ids) + 1)).tolist()
         names = table["interaction_id"].to_pylist()
         known = set(self.episodes["episode_id"].to_pylist())
@@ -98,15 +104,23 @@ class Said:
 class _Held:
     """What was read of some episodes together."""
 
-    def __init__(self, rows: EpisodeRows, said: Said, nodes: Nodes | None) -> None:
+    def __init__(self, rows: EpisodeRows, said: Said, payloads: Payloads) -> None:
         self._rows = rows
         self.said = said
-        self._nodes = nodes
+        self._payloads = payloads
 
-    @property
+    @cached_property
     def nodes(self) -> Nodes:
-        assert self._nodes is not None, "only interactions ask for it"
-        return self._nodes
+        """Raises LogCorrupt where tables and log do not fit together."""
+        return Nodes.read(self._rows.interactions.select(NODE_COLUMNS), self._payloads)
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Index of each interaction's parent, -1 for none."""
+        table = self._rows.interactions
+        found = pc.index_in(table["parent_id"].combine_chunks(), table["interaction_id"].combine_chunks())
+        parents: list[int] = found.fill_null(-1).to_pylist()
+        return parents
 
     @cached_property
     def interactions(self) -> list[Row]:
@@ -130,14 +144,14 @@ class _Held:
         return _by_target(self._rows.failures)
 
     def messages(self, i: int) -> list[dict[str, Any]]:
-        said, parent = self.said, self.nodes.parent
+        said, parent = self.said, self.parents
         way = [i]
         while said[way[-1]].kept != 0 and parent[way[-1]] >= 0:
-            way.append(int(parent[way[-1]]))
+            way.append(parent[way[-1]])
         messages = list(said[way.pop()].request)
         for n in reversed(way):
             own = said[n]
-            above = said[int(parent[n])]
+            above = said[parent[n]]
             messages.append(own.resent if own.resent is not None else above.reply)
             del messages[len(messages) if own.kept is None else own.kept :]
             messages += own.request
@@ -145,7 +159,7 @@ class _Held:
 
     def tools(self, i: int) -> list[dict[str, Any]]:
         while True:
-            tools, parent = self.said[i].tools, int(self.nodes.parent[i])
+            tools, parent = self.said[i].tools, self.parents[i]
             if tools is not None or parent < 0:
                 return tools or []
             i = parent
