@@ -32,9 +32,9 @@ READY = """at => location.hash === at && document.querySelector('h1') !== null
 
 async def take(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as made:
-        make_book(Path(made) / "demo")
+        make_book(Path(made) / "runs/demo")
         async with (
-            viewing(Path(made) / "demo", tokenizer=str(TOKENIZER)) as url,
+            viewing(Path(made) / "runs/demo", tokenizer=str(TOKENIZER)) as url,
             chromium() as browser,
         ):
             for width, scheme in ((1280, "light"), (400, "light"), (1280, "dark")):
