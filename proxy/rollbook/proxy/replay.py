@@ -13,7 +13,7 @@ from types import TracebackType
 import anyio.lowlevel
 import msgspec
 
-from rollbook.store.book import Interaction
+from rollbook.store.episodes import Interaction
 from rollbook.store.events import Float32s, Int32s
 from rollbook.store.tree import shared_prefix
 
