@@ -5,13 +5,12 @@ another. Prints what the book holds at the end, the loop's lag (a task that slee
 the CPU that the loop's thread used in between (the lag on a machine that is otherwise idle), CPU per episode, memory.
 
 http: agents speak plain HTTP over shared connections. openai: each episode builds its own AsyncOpenAI, as agents do.
-subproc: synchronous agents in 32 worker processes, started before the clock.
+subproc: synchronous agents in 32 worker processes, which start before the clock; how long that takes is printed.
 
 Run: python benchmarks/agents.py [http|openai|subproc] [episodes] [turns]
 """
 
 import asyncio
-import http.client
 import json
 import os
 import resource
@@ -25,6 +24,7 @@ from pathlib import Path
 import aiohttp
 import anyio
 import numpy as np
+from agents_blocking import blocking
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.runner import Runner
@@ -48,21 +48,6 @@ def script(tokenizer: Tokenizer):
         return ids
 
     return answer
-
-
-def blocking(data, base_url, api_key):
-    """A synchronous agent: in its worker process it has one connection for all its turns."""
-    host, _, path = base_url.removeprefix("http://").partition("/")
-    messages, headers = list(data["messages"]), {"authorization": f"Bearer {api_key}"}
-    connection = http.client.HTTPConnection(host, timeout=120)
-    for _ in range(data["n_turns"]):
-        connection.request(
-            "POST", f"/{path}/chat/completions", json.dumps({"model": "m", "messages": messages}), headers
-        )
-        reply = json.load(connection.getresponse())
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-    connection.close()
-    return 1.0
 
 
 class Lag:
@@ -98,7 +83,7 @@ async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list,
             return 1.0
 
         async def sdk(data, base_url, api_key):
-            from openai import AsyncOpenAI  # half a second that worker processes, which import this file, do not need
+            from openai import AsyncOpenAI
 
             messages = list(data["messages"])
             async with AsyncOpenAI(base_url=base_url, api_key=api_key) as openai:
@@ -113,7 +98,9 @@ async def run(kind: str, n_episodes: int, n_turns: int, url: str) -> tuple[list,
         agent = agents[kind] or SubprocessAgent(blocking, max_workers=N_WORKERS)
         if kind == "subproc":  # the processes start with their first call
             warm = Runner(client, agent, run_id="warm", n_samples=N_WORKERS)
+            began = time.monotonic()
             await warm.run(tasks_of([{**row, "n_turns": 1}]))
+            print(f"{N_WORKERS} workers started and asked once in {time.monotonic() - began:.1f} s")
         tasks = tasks_of([{**row, "n_turns": n_turns}])
         runner = Runner(client, agent, run_id="bench", n_samples=n_episodes)
         began = time.monotonic()

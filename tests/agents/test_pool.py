@@ -1,5 +1,7 @@
 """Worker processes: killed one by one, warm, and never holding anybody up."""
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -157,4 +159,41 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
         parent.kill()
+    jobs.gone(worker)
+
+
+async def test_a_worker_whose_first_call_cannot_be_read_says_why(tmp_path, monkeypatch):
+    (tmp_path / "gone_later.py").write_text("def judge():\n    return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import gone_later
+
+    (tmp_path / "gone_later.py").write_text("import a_package_that_is_not_there\n")
+    fresh = ProcessPool(1)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        await fresh.call(gone_later.judge)
+    fresh.close()
+
+
+def test_the_main_program_is_imported_for_what_it_defines_and_for_nothing_else(tmp_path):
+    (tmp_path / "judges.py").write_text(
+        "import sys\ndef n_imported():\n    return float(hasattr(sys.modules['__main__'], 'mine'))\n"
+    )
+    (tmp_path / "main.py").write_text(
+        "import asyncio, judges, sys\nfrom rollbook.agents.pool import ProcessPool\n"
+        "def mine():\n    return judges.n_imported()\n"
+        "async def main():\n    pool = ProcessPool(1)\n"
+        "    print([await pool.call(each) for each in (judges.n_imported, mine, judges.n_imported)], sys.argv)\n"
+        "if __name__ == '__main__':\n    asyncio.run(main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "error", "main.py", "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[0.0, 1.0, 1.0] ['main.py', 'x']\n", "")
+
+
+def test_a_pool_that_nobody_holds_any_more_takes_its_workers_along():
+    pool = ProcessPool(1)
+    worker = asyncio.run(pool.call(jobs.pid))
+    del pool
+    gc.collect()
     jobs.gone(worker)

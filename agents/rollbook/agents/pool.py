@@ -2,12 +2,12 @@
 
 The standard process pool loses every worker when one dies and cannot end a hung call. Here a call owns its worker
 while it runs; a time-out or a cancelled caller kills that process, what it started, and nothing else. Workers are
-spawned, not forked (the caller has threads), stay warm, and answer over a pipe, so what they print stays print.
-One pool may be used from several event loops.
+started anew, not forked (the caller has threads), stay warm, and answer over a pipe, so what they print stays print.
+They import what their calls need, and the main program only for a call of something that is defined in it: 32 workers
+that each imported the command line were half a minute of CPU. One pool may be used from several event loops.
 """
 
 import asyncio
-import atexit
 import concurrent.futures
 import contextlib
 import inspect
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -22,13 +23,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
 from typing import Any
 
 from .errors import WorkerTraceback, where
 from .threads import in_thread
-
-_spawn = multiprocessing.get_context("spawn")
 
 
 class WorkerTimeout(Exception):
@@ -40,17 +40,50 @@ class WorkerDied(Exception):
 
 
 START_S = 300.0
-"""How long a worker may take to start: it imports what the main program imports."""
+"""How long a worker may take to start, on a machine that does much else."""
+
+_BEGIN = "import pickle, sys; given = pickle.load(sys.stdin.buffer); sys.path[:] = given[0]; "
+_BEGIN += "from rollbook.agents.pool import _serve; _serve(*given[1:])"
+
+_imports_main = False  # a worker, at this moment
 
 
 class _Worker:
     """One process. All methods block; `kill` may be called from any thread at any time, twice is once."""
 
     def __init__(self) -> None:
-        self.connection, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_serve, args=(theirs,))  # a daemon could not start processes
-        self.process.start()
-        theirs.close()
+        if _imports_main:
+            raise RuntimeError(
+                "a worker process imported the main program, which started to do its work; it must stand under "
+                '`if __name__ == "__main__":`, or what the worker calls in a module of its own'
+            )
+        self.connection, theirs = multiprocessing.Pipe()
+        watched, self._alive = multiprocessing.Pipe(duplex=False)  # ours closes with this process, however it ends
+        given = spawn.get_preparation_data("worker")
+        main = {name: value for name, value in given.items() if name.startswith("init_main")}
+        with theirs, watched:
+            fds = theirs.fileno(), watched.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _BEGIN],
+                stdin=subprocess.PIPE,
+                pass_fds=fds,
+                start_new_session=True,  # a group of its own, so that what a job forks is killed with it
+            )
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:  # wait_ready says that it is gone
+            pickle.dump((given["sys_path"], *fds, given["sys_argv"], main), stdin)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a process that has gone, or is about to; None: it has not within 5 s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(5)
+        return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may be called."""
+        return self.process.poll() is None
 
     def wait_ready(self) -> None:
         """Until it takes calls. Raises WorkerDied."""
@@ -61,11 +94,7 @@ class _Worker:
             self.kill()
             raise WorkerDied(f"its process did not start within {START_S:g} s")
         except (EOFError, OSError) as error:
-            self.process.join(5)
-            raise WorkerDied(
-                f"its process ended (exit code {self.process.exitcode}) while it started. It imports the main program, "
-                'whose work must stand under `if __name__ == "__main__":`'
-            ) from error
+            raise WorkerDied(f"its process ended (exit code {self.exit_code}) while it started") from error
 
     def call(self, job: bytes) -> tuple[bool, Any, WorkerTraceback | None]:
         """Raises EOFError or OSError when the process is gone."""
@@ -74,12 +103,10 @@ class _Worker:
         return answer
 
     def kill(self) -> None:
-        pid = self.process.pid
-        if pid is not None and self.process.exitcode is None:
+        if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)  # not there yet while the worker starts
-            self.process.kill()
-        threading.Thread(target=self.process.join, args=(5,), daemon=True).start()  # reap it without waiting
+                os.killpg(self.process.pid, signal.SIGKILL)
+        threading.Thread(target=lambda: self.exit_code, daemon=True).start()  # reap it without waiting
 
 
 class ProcessPool:
@@ -91,8 +118,8 @@ class ProcessPool:
         self._idle: list[_Worker] = []
         self._free = self.max_workers
         self._waiting: deque[concurrent.futures.Future[None]] = deque()
-        self._workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
-        atexit.register(_kill_all, self._workers)
+        self._workers: set[_Worker] = set()
+        weakref.finalize(self, _end_all, self._workers)  # at the latest when this program ends
 
     async def call(
         self,
@@ -126,15 +153,13 @@ class ProcessPool:
             except TimeoutError as error:
                 raise WorkerTimeout(f"took longer than {timeout_s:g} s; its process was killed") from error
             except (EOFError, OSError) as error:
-                worker.process.join(5)
-                raise WorkerDied(
-                    f"its process ended (exit code {worker.process.exitcode}) before it answered"
-                ) from error
+                raise WorkerDied(f"its process ended (exit code {worker.exit_code}) before it answered") from error
             with self._lock:
                 self._idle.append(worker)
             worker = None
         finally:
             if worker is not None:
+                self._workers.discard(worker)
                 worker.kill()
             self._give_place()
         if is_ok:
@@ -150,7 +175,11 @@ class ProcessPool:
     def _start(self) -> None:
         worker = _Worker()
         self._workers.add(worker)
-        worker.wait_ready()
+        try:
+            worker.wait_ready()
+        except WorkerDied:
+            self._workers.discard(worker)
+            raise
         with self._lock:
             self._idle.append(worker)
 
@@ -158,8 +187,9 @@ class ProcessPool:
         with self._lock:
             while self._idle:
                 worker = self._idle.pop()
-                if worker.process.is_alive():
+                if worker.is_alive:
                     return worker
+                self._workers.discard(worker)
         return None
 
     async def _take_place(self) -> None:
@@ -186,18 +216,28 @@ class ProcessPool:
             self._free += 1
 
 
-def _kill_all(workers: "weakref.WeakSet[_Worker]") -> None:
+def _kill_all(workers: set[_Worker]) -> None:
     for worker in list(workers):
         worker.kill()
 
 
-def _serve(connection: Connection) -> None:
-    """The worker's whole life: jobs in, answers out, gone with its parent."""
-    os.setsid()  # a group of its own, so that what a job forks is killed with it
+def _end_all(workers: set[_Worker]) -> None:
+    _kill_all(workers)
+    for worker in list(workers):
+        _ = worker.exit_code  # reaped
+
+
+def _serve(calls_fd: int, parent_fd: int, argv: list[str], main: dict[str, str]) -> None:
+    """The worker's whole life: jobs in, answers out, gone with its parent.
+
+    main: what `multiprocessing.spawn.prepare` needs to import the main program.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
+    os.set_inheritable(calls_fd, False)
+    os.set_inheritable(parent_fd, False)
+    connection = Connection(calls_fd)
+    threading.Thread(target=_die_with, args=(parent_fd,), daemon=True).start()
+    sys.argv = argv
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     pid = os.getpid()
@@ -209,7 +249,11 @@ def _serve(connection: Connection) -> None:
             job = connection.recv_bytes()
         except (EOFError, OSError):
             return
+        env: dict[str, str] = {}
         try:
+            if main and b"__main__" in job:
+                _import_main(main)
+                main = {}
             function, args, kwargs, env = pickle.loads(job)
             os.environ.update(env)
             value = function(*args, **kwargs)
@@ -247,6 +291,15 @@ def _raised(error: BaseException) -> bytes:
     return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace))
 
 
-def _die_with(sentinel: int) -> None:
-    wait([sentinel])
+def _import_main(main: dict[str, str]) -> None:
+    global _imports_main
+    _imports_main = True
+    try:
+        spawn.prepare(main)
+    finally:
+        _imports_main = False
+
+
+def _die_with(parent_fd: int) -> None:
+    os.read(parent_fd, 1)  # nothing is ever written: it returns when the parent has gone
     os.killpg(os.getpid(), signal.SIGKILL)
