@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollbook.app.config import ConfigError, GRPOConfig, load_config, load_expr_config
+from rollbook.app.serving import _serve_config
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -62,3 +63,18 @@ def test_the_command_line_of_areal_scripts(tmp_path: Path) -> None:
     assert (config.seed, where) == (2, str(path))
     with pytest.raises(ConfigError, match="--config"):
         load_expr_config(["seed=2"], GRPOConfig)
+
+
+def test_a_turn_discount_is_the_discount_of_the_run_unless_that_is_set(tmp_path: Path) -> None:
+    path = write(tmp_path, "rollout: {agent: {turn_discount: 0.9}}\n")
+    assert load_config(path).credit.gamma == 0.9
+    assert load_config(path, ["credit.gamma=0.5"]).credit.gamma == 0.5
+
+
+def test_a_server_is_told_how_replies_are_read() -> None:
+    config, capture = _serve_config(["model=m", "capture.tool_parser=json", "capture.history=exact"], run_id="r")
+    assert (config.run_id, capture.model, capture.tool_parser, capture.history) == ("r", "m", "json", "exact")
+    with pytest.raises(ConfigError, match=r"unknown field `parser`.*known: capture.model, capture.history"):
+        _serve_config(["capture.parser=json"])
+    with pytest.raises(ConfigError, match=r"unknown field `x`.*known: host, port"):
+        _serve_config(["x=1"])

@@ -14,15 +14,15 @@ class AgentConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     mode: Literal["inline", "subproc", "command", "online"] = "inline"
     """inline: in this process. subproc: a pool of worker processes. command: any program. online: a person's app."""
     tool_call_parser: str | None = None
-    """Which syntax the model's tool calls have; None: told from the chat template."""
+    """Which syntax the model's tool calls have: hermes, json, llama, mistral, none; None: told from the template."""
     reasoning_parser: str | None = None
-    """Which syntax the model's reasoning has; None: told from the chat template."""
+    """Which syntax the model's reasoning has: think, none; None: told from the chat template."""
     chat_template_type: Literal["hf", "concat"] = "hf"
     """hf: the prompt follows the template, even where it rewrites history. concat: history keeps its exact tokens."""
     export_style: Literal["individual", "concat"] = "individual"
-    """individual: every interaction is a sample. concat: each token-exact path is one."""
+    """Kept for AReaL configs: every interaction is trained, shared tokens computed once; exports have their own."""
     turn_discount: float = 1.0
-    """How much of a reward reaches the turn before it."""
+    """How much of a reward reaches the turn before it: AReaL's name of `credit.gamma`, which wins if it is set."""
     subproc_max_workers: int = 4
     """Worker processes of the subproc mode, kept warm."""
     session_timeout_seconds: float = 3600.0
@@ -53,7 +53,7 @@ class RolloutConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_head_offpolicyness: int = 0
     """Versions that a group may begin ahead of the learner (eta); 0: generate, train, generate."""
     request_timeout: float = 3600.0
-    """Seconds for one model call."""
+    """Kept for AReaL configs: the agent's client decides, within `agent.session_timeout_seconds`."""
     dump_to_file: bool = False
     """Kept for AReaL configs: everything is in the book already."""
     agent: AgentConfig = msgspec.field(default_factory=AgentConfig)

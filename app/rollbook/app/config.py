@@ -34,6 +34,10 @@ class GRPOConfig(TrainConfig, kw_only=True, forbid_unknown_fields=True):
     workflow: str | None = None  # the agent, e.g. my_agent.MathAgent
     eval_workflow: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.credit.gamma == 1.0:
+            self.credit.gamma = self.rollout.agent.turn_discount
+
     @property
     def is_online(self) -> bool:
         return self.rollout.agent.mode == "online"

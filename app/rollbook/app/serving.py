@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollbook.agents.workflow import load
+from rollbook.proxy.capture import CaptureSettings
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
 from rollbook.proxy.front import Shared
@@ -69,7 +70,7 @@ def serve_book(
     engine_urls: of vLLMs or SGLangs that run already; without them `replicas` are started, by the interpreter
         `engine_python` with the flags `engine_args`, and supervised.
     """
-    config = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
+    config, capture = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
     model_path = str(prepare_model(model))
     try:
         tokenizer = Tokenizer.load(model_path)
@@ -95,7 +96,7 @@ def serve_book(
             # Nobody else says so: whoever reads the book later can spell the run's tokens.
             started = RunStarted(name=run_id, config={"engine": engine, "model": model_path})
             book.log.append_blocking(Event(run_id=run_id, fact=started))
-        service = Service(log=book.log, engine=answers, tokenizer=tokenizer, config=config, book=book)
+        service = Service(log=book.log, engine=answers, tokenizer=tokenizer, config=config, capture=capture, book=book)
 
         def announce(url: str) -> None:
             if address_file is not None:
@@ -193,17 +194,23 @@ def open_writer(book_path: Path, name: str) -> Book:
     raise BookBusy(f"{book_path}: 999 writers called {name} are open; stop some of them")
 
 
-def _serve_config(settings: Sequence[str], **given: Any) -> ServeConfig:
+def _serve_config(settings: Sequence[str], **given: Any) -> tuple[ServeConfig, CaptureSettings]:
+    """Of `--set a.b=c`: the server's settings, and under `capture` how prompts are made and replies read."""
     tree: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"expected --set a.b=c, got {setting!r}")
         put(tree, key, scalar(value))
+    capture = tree.pop("capture", {})
+    type_: type[ServeConfig] | type[CaptureSettings] = ServeConfig
     try:
-        return msgspec.convert(tree, ServeConfig)
+        config = msgspec.convert(tree, ServeConfig)
+        type_ = CaptureSettings
+        return config, msgspec.convert({"model": config.model, **capture}, CaptureSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"--set: {error}; known: {', '.join(ServeConfig.__struct_fields__)}") from error
+        known = ", ".join(f"capture.{name}" if type_ is CaptureSettings else name for name in type_.__struct_fields__)
+        raise ConfigError(f"--set: {error}; known: {known}") from error
 
 
 def make_engines(

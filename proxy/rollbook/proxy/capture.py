@@ -59,7 +59,7 @@ _PATHS_SIZE = 2 << 20  # tokens of whole paths that are kept for the next turn
 T = TypeVar("T")
 
 
-class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True):
+class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How prompts are made and replies read."""
 
     model: str = "default"  # the name that replies carry where the client named none
