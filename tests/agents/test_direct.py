@@ -7,9 +7,11 @@ from openai.types.chat import ChatCompletion
 
 from agents_scripts import counting
 from proxy_serving import serving
+from rollbook.agents.config import AgentConfig
 from rollbook.agents.data import tasks_of
 from rollbook.agents.direct import ArealOpenAI
 from rollbook.agents.errors import BadReward
+from rollbook.agents.modes import workflow_of
 from rollbook.agents.runner import Runner
 from rollbook.agents.workflow import EpisodeEngine, RolloutWorkflow, Session
 
@@ -149,3 +151,12 @@ async def test_a_rollout_workflow_is_recorded_with_its_rewards_as_given(caplog):
         assert (given.interaction_id, given.fact.value) == (list(exported)[-1], 1.0)
         assert len(caplog.records) == 1
         assert "credit.gamma=0.9" in caplog.text
+
+
+@pytest.mark.parametrize(("gamma", "n_said"), [(0.9, 0), (1.0, 1)])
+async def test_who_trains_with_the_discount_is_not_told_to_set_it(caplog, gamma, n_said):
+    async with serving(counting) as served:
+        agent = workflow_of(AgentConfig(), Turns, gamma=gamma)
+        with caplog.at_level(logging.WARNING, "rollbook.agents"):
+            await Runner(served.client, agent, run_id="run").run(TASKS)
+    assert len(caplog.records) == n_said

@@ -71,3 +71,34 @@ def test_the_guides_agent_and_script_train_a_step(tmp_path: Path) -> None:
         dialects = book.sql("select distinct dialect from interactions")["dialect"].to_pylist()
         assert dialects == ["responses"], "the SDK speaks Responses by default"
         assert book.sql("select max(version) v from policies")["v"][0].as_py() == 1
+
+
+PROGRAM = """
+import json, os
+from openai import OpenAI
+
+task = json.load(open(os.environ["ROLLBOOK_TASK_FILE"]))
+tool = {"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}
+with OpenAI() as client:
+    reply = client.chat.completions.create(model="m", messages=task["messages"], tools=[tool]).choices[0].message
+with open(os.environ["ROLLBOOK_REWARD_FILE"], "w") as file:
+    file.write(str(float("<tool_call>" in (reply.content or ""))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_program_is_trained_without_a_workflow_and_its_replies_are_read_as_the_config_says(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "tasks.jsonl").write_text('{"messages": [{"role": "user", "content": "What is 3 * 4 + 5?"}]}\n')
+    command = [sys.executable, "-m", "rollbook.app.cli", "train", "config.yaml", f"cluster.fileroot={tmp_path}"]
+    command += ["rollout.agent.mode=command", f"rollout.agent.command=[{sys.executable}, agent.py]"]
+    command += ["rollout.agent.tool_call_parser=none"]  # so that calls stay text; by itself the template tells hermes
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open_book(tmp_path / "native" / "t" / "book") as book:
+        episodes = book.sql("select state, reward, n_interactions from episodes").to_pylist()
+        assert episodes == 2 * [{"state": "done", "reward": 1.0, "n_interactions": 1}]
+        assert book.sql("select max(version) v from policies")["v"][0].as_py() == 1

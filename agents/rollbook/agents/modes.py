@@ -10,14 +10,17 @@ from .subprocesses import SubprocessAgent
 from .workflow import Workflow, resolve
 
 
-def workflow_of(config: AgentConfig, workflow: Any, workflow_kwargs: Mapping[str, Any] | None = None) -> Workflow:
+def workflow_of(
+    config: AgentConfig, workflow: Any, workflow_kwargs: Mapping[str, Any] | None = None, *, gamma: float | None = None
+) -> Workflow:
     """The agent of a run, ready for `Runner`. Close it when the run ends. Raises WorkflowError.
 
     inline: in this process. subproc: in `subproc_max_workers` processes. command: `command` is the agent, and
-    `workflow` may be None. online: there is no agent to run, see `online.keep_open`.
+    `workflow` may be None. online: there is no agent to run, see `online.keep_open`. gamma: the discount with which
+    the run trains, so that nobody is told to set what is set.
     """
     if config.mode == "subproc":
-        return SubprocessAgent(workflow, workflow_kwargs, max_workers=config.subproc_max_workers)
+        return SubprocessAgent(workflow, workflow_kwargs, max_workers=config.subproc_max_workers, gamma=gamma)
     if config.mode == "command":
         if not config.command:
             raise WorkflowError("rollout.agent.mode is command, but rollout.agent.command names no program")
@@ -26,4 +29,6 @@ def workflow_of(config: AgentConfig, workflow: Any, workflow_kwargs: Mapping[str
         raise WorkflowError(
             "rollout.agent.mode is online: the agent is an application outside, so there is none to run"
         )
-    return resolve(workflow, **(workflow_kwargs or {}))
+    found = resolve(workflow, **(workflow_kwargs or {}))
+    found.gamma = gamma
+    return found

@@ -33,12 +33,17 @@ class SubprocessAgent(Workflow):
     """Runs `workflow` (an import string, a class, or what can be pickled) in at most `max_workers` processes."""
 
     def __init__(
-        self, workflow: Any, workflow_kwargs: Mapping[str, Any] | None = None, *, max_workers: int = 4
+        self,
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_workers: int = 4,
+        gamma: float | None = None,
     ) -> None:
         kwargs = dict(workflow_kwargs or {})
         super().__init__(resolve(workflow, **kwargs).name)  # here too: what is wrong with it is said at once
         try:
-            self._spec = pickle.dumps((workflow, kwargs))
+            self._spec = pickle.dumps((workflow, kwargs, gamma))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise WorkflowError(
                 f"workflow {self.name} cannot be sent to a worker process: {error}; "
@@ -55,8 +60,10 @@ class SubprocessAgent(Workflow):
 
 @functools.cache
 def _agent(spec: bytes) -> Workflow:
-    workflow, kwargs = pickle.loads(spec)
-    return resolve(workflow, **kwargs)
+    workflow, kwargs, gamma = pickle.loads(spec)
+    found = resolve(workflow, **kwargs)
+    found.gamma = gamma
+    return found
 
 
 def _run_here(spec: bytes, data: dict[str, Any], session: Session) -> Any:

@@ -63,6 +63,8 @@ class Workflow(ABC):
 
     blocking: Blocking | None = None
     """What is known of its blocking the event loop; None where it does not run on it."""
+    gamma: float | None = None
+    """The discount with which its episodes are trained; None: not known."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -134,7 +136,7 @@ class DirectAgent(Workflow):
         return result if is_numbers else None
 
     def _mention(self, turn_discount: float | None) -> None:
-        if turn_discount in (None, 1.0) or self._is_mentioned:
+        if turn_discount in (None, 1.0, self.gamma) or self._is_mentioned:
             return
         self._is_mentioned = True
         _log.warning(

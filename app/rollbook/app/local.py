@@ -173,6 +173,10 @@ class LocalRollouts:
         words = ["--run", self._run_id, "--writer", "proxy-{index}", "--engine", engine, "--model", config.actor.path]
         words += ["--weights", weights, "--weights-version", str(version)]
         words += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
+        agent = config.rollout.agent
+        history = "exact" if agent.chat_template_type == "concat" else None
+        given = {"tool_parser": agent.tool_call_parser, "reasoning_parser": agent.reasoning_parser, "history": history}
+        words += [f"--set=capture.{name}={value}" for name, value in given.items() if value is not None]
         if (host := self.host_of(config)) is not None:
             words += ["--host", host]
         if rest is None:
@@ -203,7 +207,7 @@ class LocalRollouts:
         assert self._proxies is not None
         return Runner(
             self._proxies,
-            workflow_of(agent, workflow, kwargs),
+            workflow_of(agent, workflow, kwargs, gamma=self._config.credit.gamma),
             run_id=self._run_id,
             n_samples=n_samples,
             time_limit_s=agent.session_timeout_seconds,
