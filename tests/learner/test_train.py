@@ -1,6 +1,7 @@
 """A run from the first step to the last: it learns, writes down what it does, and refuses what cannot be trained."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,14 +14,15 @@ import pytest
 
 from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder
-from rollbook.learner import PPOTrainer, TrainConfig
+from rollbook.learner import PPOTrainer, TrainConfig, batches
 from rollbook.learner.batches import drawn, rows_of
 from rollbook.learner.errors import BadSetting, NothingToTrain
-from rollbook.learner.metrics import check_writers
+from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
 from rollbook.learner.train import throughput, without_keys
 from rollbook.store.book import open_book
 from rollbook.store.errors import BadEvent
+from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event
 
 
 @pytest.fixture(scope="session")
@@ -275,3 +277,26 @@ def test_a_second_learner_on_a_book_is_told_of_the_first(tmp_path: Path, model: 
         pytest.raises(BadSetting, match=r"another training run writes to the book .*book at this moment"),
     ):
         run(config, EchoRollouts())
+
+
+def test_whoever_watches_sees_what_runs_and_what_failed(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes what is captured for a terminal
+    monkeypatch.setattr(Report, "waiting", lambda _, line: shown.append(line))
+    config = echo_config(tmp_path, model, total_train_epochs=1, gconfig__n_samples=8)
+    run(config, EchoRollouts())
+    assert any(re.fullmatch(r"\d+ of 10 groups for step 1  running \d+  failed 0.*  tok/s \d+", one) for one in shown)
+    with open_book(config.book_path, writer="more") as book:
+        (before,) = book.sql("select avg(reward) r, sum(n_output) n from episodes where not is_eval").to_pylist()
+        for name in ("runs", "fails"):
+            book.log.append_blocking(Event(run_id=config.run_id, episode_id=name, fact=EpisodeOpened(task_id="t")))
+        failed = EpisodeClosed(state="failed", reason="no")
+        book.log.append_blocking(Event(run_id=config.run_id, episode_id="fails", fact=failed))
+        book.catch_up()
+        now = re.fullmatch(r"running 1  failed 1  reward (.*)  tok/s (.*)", batches.under_way(book, config.run_id))
+        assert now is not None
+        assert float(now[1]) == pytest.approx(before["r"], abs=1e-3)
+        assert 0 < float(now[2]) <= before["n"]
+        assert batches.under_way(book, "another run") == "running 0  failed 0  tok/s 0"

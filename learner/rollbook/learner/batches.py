@@ -84,6 +84,30 @@ def finished_groups(
     return [_group(row) for row in table.to_pylist() if row["group_id"] not in known]
 
 
+UNDER_WAY_S = 30.0
+"""Over how long tokens per second are counted: answers come whole."""
+
+
+def under_way(book: Book, run_id: str) -> str:
+    """How the run's rollouts go now: episodes that run, that failed, the mean of the last 100 rewards, tokens/s."""
+    (now,) = book.sql(
+        """
+        with ours as (select * from episodes where run_id = $run and not coalesce(is_eval, false)),
+        late as (select reward from ours where state = 'done' and reward is not null order by closed_at desc limit 100),
+        recent as (
+          select sum(n_output) as n, least($window, epoch(now()) - epoch((select min(opened_at) from ours))) as seconds
+          from interactions where run_id = $run and epoch(recorded_at) > epoch(now()) - $window
+        )
+        select count(*) filter (state = 'open') as running, count(*) filter (state = 'failed') as failed,
+          (select avg(reward) from late) as reward, (select n / greatest(seconds, 1) from recent) as tokens_per_s
+        from ours
+        """,
+        {"run": run_id, "window": UNDER_WAY_S},
+    ).to_pylist()
+    reward = "" if now["reward"] is None else f"  reward {now['reward']:.3f}"
+    return f"running {now['running']}  failed {now['failed']}{reward}  tok/s {now['tokens_per_s'] or 0:.0f}"
+
+
 def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, reward: str | None) -> list[Group]:
     """Groups that other runs left in the book, as the selection says, with whatever of their episodes ended."""
     where = "true" if selection.where is None else parse(selection.where).text

@@ -96,6 +96,11 @@ class Report:
         """A line for whoever watches."""
         self._console.print(text, highlight=False, soft_wrap=True)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody sees what the loop waits for."""
+        return not self._progress.disable
+
     def waiting(self, line: str) -> None:
         """What the loop waits for."""
         self._progress.update(self._task, line=line)

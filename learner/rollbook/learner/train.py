@@ -203,7 +203,9 @@ class Run:
             looked_s = time.monotonic() - began
             if self.rollouts is not None:
                 self.rollouts.check()
-            self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step + 1}")
+            if self.report.is_live:
+                now = batches.under_way(self.book, self.config.run_id)
+                self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step + 1}  {now}")
             # Looking costs CPU that engine and agents on this machine could use: at most a quarter of the time.
             time.sleep(min(0.5, max(0.01, 3 * looked_s)))
 
