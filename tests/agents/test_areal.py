@@ -147,7 +147,7 @@ def test_an_areal_script_runs_unchanged_to_a_trained_step(tmp_path, script):
     assert done.stderr.count("have no meaning here") == 1
     for name in ("cluster.name_resolve", "perf_tracer", "sglang", "actor.scheduling_spec", "train_dataset.num_workers"):
         assert name in done.stderr
-    assert "actor.backend 'fsdp:d1' is not here" in done.stderr
+    assert "actor.backend" not in done.stderr, "one process is what fsdp:d1 says"
     assert ("credit.gamma=0.9" in done.stderr) == (script == WORKFLOW)
 
 
@@ -191,5 +191,50 @@ def test_every_key_of_areals_agentic_configs_is_accepted_and_what_has_no_meaning
     config, _ = load_expr_config(["--config", str(path), "scheduler.type=local"], GRPOConfig)
     first, *notes = [record.getMessage() for record in caplog.records]
     assert first.endswith("are left out: actor.reward_norm.group_size, stats_logger.swanlab")
-    assert [note.split("' is not here")[0].rsplit("'", 1)[1] for note in notes] == ["sglang:d4", "fsdp:d4", "xccl"]
+    assert [note.split("' is not here")[0].rsplit("'", 1)[1] for note in notes] == ["sglang:d4", "xccl"]
+    assert (config.actor.backend, config.rollout.agent.tool_call_parser) == ("fsdp:d4", "hermes")
     assert (config.actor.optimizer.lr, config.gconfig.stop, config.credit.gamma) == (1e-5, (), 0.9)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "is_told"),
+    [
+        ("fsdp:d1", "single", False),
+        ("fsdp:d8", "fsdp:d8", False),
+        ("fsdp:d8p1t1", "fsdp:d8", False),
+        ("fsdp:d4t2", "fsdp:d8", True),
+        ("fsdp:d2c2", "fsdp:d4", True),
+        ("megatron:d2p2t4", "fsdp:d16", True),
+        ("megatron:d4e4", "fsdp:d4", True),
+    ],
+)
+def test_a_trainer_of_areal_becomes_ours_on_as_many_gpus(tmp_path, caplog, theirs, ours, is_told):
+    from rollbook.app.areal_compat import load_expr_config
+    from rollbook.app.config import GRPOConfig
+
+    (tmp_path / "c.yaml").write_text(f"actor: {{backend: '{theirs}'}}\nref: {{backend: '{theirs}'}}\n")
+    config, _ = load_expr_config(["--config", str(tmp_path / "c.yaml")], GRPOConfig)
+    assert (config.actor.backend, config.ref.backend) == (ours, ours)
+    told = [f"actor.backend {theirs!r} is not here" in caplog.text, f"{ours!r} trains" in caplog.text]
+    assert told == [is_told, is_told]
+
+
+@pytest.mark.parametrize(
+    ("setting", "theirs", "ours"),
+    [
+        ("tool_call_parser", "qwen25", "hermes"),
+        ("tool_call_parser", "json", "json"),
+        ("tool_call_parser", "kimi_k2", None),
+        ("reasoning_parser", "deepseek-r1", "think"),
+        ("reasoning_parser", "none", "none"),
+        ("reasoning_parser", "kimi", None),
+    ],
+)
+def test_a_parsers_name_of_areal_becomes_ours(tmp_path, caplog, setting, theirs, ours):
+    from rollbook.app.areal_compat import load_expr_config
+    from rollbook.app.config import GRPOConfig
+
+    (tmp_path / "c.yaml").write_text(f"rollout: {{agent: {{{setting}: {theirs}}}}}\n")
+    config, _ = load_expr_config(["--config", str(tmp_path / "c.yaml")], GRPOConfig)
+    assert getattr(config.rollout.agent, setting) == ours
+    assert (f"{setting} {theirs!r} is not here" in caplog.text) == (ours is None)

@@ -8,6 +8,8 @@ a key that looks like one of ours misspelt is an error, as everywhere.
 import difflib
 import importlib.util
 import logging
+import math
+import re
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import msgspec
 from rollbook.agents.errors import AgentsError
 from rollbook.learner import TrainConfig
 from rollbook.learner.trainer import PPOTrainer as _PPOTrainer
+from rollbook.proxy.parsing import REASONING_PARSERS, TOOL_PARSERS
 
 from .config import GRPOConfig, read_tree, split_command_line, to_config
 from .models import prepare_model
@@ -26,6 +29,12 @@ from .models import prepare_model
 NAMES = Path(__file__).with_name("areal_names")
 _log = logging.getLogger("rollbook.app")
 C = TypeVar("C", bound=TrainConfig)
+_TRAINER = re.compile(r"(?:fsdp|megatron|archon):((?:[a-z]\d+)*)")
+_TOOL_PARSERS = {"qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes", "llama3": "llama", "llama3_json": "llama"}
+_TOOL_PARSERS |= {name: name for name in (*TOOL_PARSERS, "transformers", "none", "auto")}
+_REASONING_PARSERS = {"qwen3": "think", "qwen3-thinking": "think", "deepseek-r1": "think", "deepseek_r1": "think"}
+_REASONING_PARSERS |= {name: name for name in (*REASONING_PARSERS, "none", "auto")}
+"""SGLang's and vLLM's names, and ours, to ours. For others the template tells, which is the default."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -132,24 +141,27 @@ def _translate(tree: dict[str, Any]) -> list[str]:
     notes: list[str] = []
     rollout = tree.get("rollout")
     rollout = rollout if isinstance(rollout, dict) else {}
-    backend = rollout.get("backend")
-    if isinstance(backend, str) and backend.partition(":")[0] == "sglang":
-        rollout["backend"] = "vllm" if importlib.util.find_spec("vllm") else "embedded"
-        notes.append(f"rollout.backend {backend!r} is not here; {rollout['backend']!r} answers instead")
+    engine, _, sizes = str(rollout.get("backend", "")).partition(":")
+    if engine == "sglang" and importlib.util.find_spec("sglang") is None:
+        answers = ":".join(filter(None, ("vllm", sizes))) if importlib.util.find_spec("vllm") else "embedded"
+        notes.append(f"rollout.backend {rollout['backend']!r} is not here; {answers!r} answers instead")
+        rollout["backend"] = answers
     actor = tree.get("actor")
     for name in ("actor", "ref", "critic"):
         section = tree.get(name)
-        if isinstance(section, dict) and str(section.get("backend", "")).partition(":")[0] in (
-            "fsdp",
-            "megatron",
-            "archon",
-        ):
-            notes.append(f"{name}.backend {section['backend']!r} is not here; one process trains")
-            section["backend"] = "single"
+        if isinstance(section, dict) and (found := _TRAINER.match(str(section.get("backend", "")))):
+            n_gpus = math.prod(map(int, re.findall(r"[dptc](\d+)", found[1])))
+            trains = "single" if n_gpus == 1 else f"fsdp:d{n_gpus}"
+            if re.fullmatch(r"fsdp:d\d+(?:[ptce]1)*", section["backend"]) is None:
+                notes.append(f"{name}.backend {section['backend']!r} is not here; {trains!r} trains, on as many GPUs")
+            section["backend"] = trains
     if isinstance(actor, dict) and actor.get("weight_update_mode") not in (None, "disk"):
         notes.append(f"actor.weight_update_mode {actor['weight_update_mode']!r} is not here; weights go over files")
         actor["weight_update_mode"] = "disk"
     agent = rollout.get("agent")
-    if isinstance(agent, dict) and "turn_discount" in agent and "credit" not in tree:
-        tree["credit"] = {"gamma": agent["turn_discount"]}
+    for setting, names in (("tool_call_parser", _TOOL_PARSERS), ("reasoning_parser", _REASONING_PARSERS)):
+        if isinstance(agent, dict) and isinstance(theirs := agent.get(setting), str):
+            agent[setting] = theirs if theirs.startswith("vllm:") else names.get(theirs)
+            if agent[setting] is None:
+                notes.append(f"rollout.agent.{setting} {theirs!r} is not here; the model's chat template tells")
     return notes
