@@ -79,8 +79,11 @@ class LauncherContract:
     def test_a_program_that_ends_before_it_answers_is_an_error_with_its_last_words(
         self, launcher: Supervisor, tmp_path: Path
     ) -> None:
-        with pytest.raises(LaunchFailed, match=r"(?s)ended with status 3 before it answered.*ends with SECRET"):
+        (tmp_path / "log").write_text("what an earlier start of the same run said\n")
+        with pytest.raises(LaunchFailed, match=r"(?s)ended with status 3 before it answered.*ends with SECRET") as told:
             launcher.start(command("ends"), log_path=tmp_path / "log")
+        assert "earlier start" not in str(told.value)
+        assert (tmp_path / "log").read_text().startswith("what an earlier start of the same run said\n")
 
     def test_a_program_that_does_not_answer_is_an_error_and_is_ended(
         self, launcher: Supervisor, tmp_path: Path

@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from rollbook.app.cli import _print_evaluation
 from rollbook.app.evaluation import interval, pass_at_k
 from rollbook.app.examples import examples_folder
 from rollbook.store import open_book
@@ -30,7 +33,7 @@ def test_the_interval_is_over_tasks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_command_measures_and_records(tmp_path: Path) -> None:
+def test_the_command_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = '{"messages": [{"role": "user", "content": "What is %d * 10 + 5?"}], "answer": "%d"}\n'
     (tmp_path / "test.jsonl").write_text("".join(row % (a, 10 * a + 5) for a in (3, 9)))
     command = [sys.executable, "-m", "rollbook.app.cli", "eval", "openai_agents_math.MathAgent", "test.jsonl"]
@@ -43,4 +46,11 @@ def test_the_command_measures_and_records(tmp_path: Path) -> None:
     assert measures == {"pass@1": 0.5, "pass@2": 0.5, "mean reward": 0.5}
     with open_book(tmp_path / "runs/eval/book") as book:
         rows = book.sql("select is_eval, state, count(*) n from episodes group by all").to_pylist()
+        _print_evaluation(book, Namespace(run="eval", samples=2, solved_at=1.0, format="table"))
+        names = book.sql("select task_id, max(reward) best from episodes group by all order by best").to_pylist()
+    # The table by task, the worst first: its name, episodes, those with a reward, those solved, the mean.
+    printed = [re.findall(r"[\w.-]+", line) for line in capsys.readouterr().out.splitlines()]
+    by_task = [words for words in printed if words and words[0] in {row["task_id"] for row in names}]
+    assert [words[0] for words in by_task] == [row["task_id"] for row in names]
+    assert [[float(word) for word in words[1:]] for words in by_task] == [[2, 2, 0, 0], [2, 2, 2, 1]]
     assert rows == [{"is_eval": True, "state": "done", "n": 4}]

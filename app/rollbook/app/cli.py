@@ -16,7 +16,7 @@ from rich.text import Text
 from rollbook.agents.errors import AgentsError
 from rollbook.learner.errors import LearnerError
 from rollbook.proxy.errors import ProxyError
-from rollbook.store import StoreError, __version__, open_book, plan_prune, prune
+from rollbook.store import Book, StoreError, __version__, open_book, plan_prune, prune
 
 from .config import ConfigError
 from .launch import LaunchFailed
@@ -91,8 +91,7 @@ def _eval(args: argparse.Namespace) -> None:
     from rollbook.agents.data import get_custom_dataset
     from rollbook.agents.workflow import resolve
 
-    from .evaluation import evaluate, summary
-    from .reading import print_table
+    from .evaluation import evaluate
 
     sys.path.insert(0, os.getcwd())
     resolve(args.agent)
@@ -101,12 +100,19 @@ def _eval(args: argparse.Namespace) -> None:
     serve_args = _engine_args(args)
     evaluate(book_path, args.agent, rows, run_id=args.run, serve_args=serve_args, n_samples=args.samples)
     with open_book(book_path) as book:
-        measures, tasks = summary(book, args.run, n_samples=args.samples, solved_at=args.solved_at)
-        failed = book.sql(
-            "select reason, count(*) as episodes from episodes where run_id = ? and is_eval and state = 'failed' "
-            "group by reason order by episodes desc limit 5",
-            [args.run],
-        )
+        _print_evaluation(book, args)
+
+
+def _print_evaluation(book: Book, args: argparse.Namespace) -> None:
+    from .evaluation import summary
+    from .reading import print_table
+
+    measures, tasks = summary(book, args.run, n_samples=args.samples, solved_at=args.solved_at)
+    failed = book.sql(
+        "select reason, count(*) as episodes from episodes where run_id = ? and is_eval and state = 'failed' "
+        "group by reason order by episodes desc limit 5",
+        [args.run],
+    )
     print_table(measures, args.format, out)
     if args.format == "table":
         print_table(tasks.slice(0, 20), "table", out)
