@@ -38,7 +38,7 @@ class MathAgent:
             api_base=base_url or os.getenv("OPENAI_BASE_URL"),
             api_key=api_key or os.getenv("OPENAI_API_KEY"),
         )
-        agent = ToolCallingAgent(tools=[add, multiply], model=model, max_steps=6, verbosity_level=0)
+        agent = ToolCallingAgent(tools=[add, multiply], model=model, max_steps=4, verbosity_level=0)
         answer = agent.run(data["messages"][-1]["content"])
         try:
             return float(abs(float(answer) - float(data["answer"])) < 1e-6)
