@@ -171,6 +171,7 @@ class ProcessPool:
         with self._lock:
             self._idle.clear()
         _kill_all(self._workers)
+        self._workers.clear()
 
     def _start(self) -> None:
         worker = _Worker()

@@ -207,7 +207,7 @@ def _serve_config(settings: Sequence[str], **given: Any) -> tuple[ServeConfig, C
     try:
         config = msgspec.convert(tree, ServeConfig)
         type_ = CaptureSettings
-        return config, msgspec.convert({"model": config.model, **capture}, CaptureSettings)
+        return config, msgspec.convert({"model": config.model} | msgspec.convert(capture, dict), CaptureSettings)
     except msgspec.ValidationError as error:
         known = ", ".join(f"capture.{name}" if type_ is CaptureSettings else name for name in type_.__struct_fields__)
         raise ConfigError(f"--set: {error}; known: {known}") from error
