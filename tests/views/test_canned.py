@@ -12,6 +12,7 @@ from rollbook.store import (
     BatchTrained,
     EpisodeClosed,
     EpisodeOpened,
+    Event,
     MemoryLog,
     Messages,
     QueryRefused,
@@ -223,3 +224,30 @@ def test_a_server_says_where_tokens_are_to_be_had(book: Book) -> None:
     with pytest.raises(QueryRefused, match="`rollbook sql`, beside the book"):
         run_query(book.views, "from tokens limit 5")
     assert run_query(book.views, "with tokens as (select 1 as one) from tokens").num_rows == 1
+
+
+def test_reward_versions_differ_by_what_episode_rewards_says() -> None:
+    """On interactions and episodes, given again, tied in time, of an episode that nobody opened."""
+    rng = np.random.default_rng(0)
+    book = Book(MemoryLog("w"))
+    for _ in range(400):
+        target = None if rng.random() < 0.3 else f"i{rng.integers(3)}"
+        book.log.append_blocking(
+            Event(
+                run_id="r",
+                episode_id=f"e{rng.integers(20)}",
+                interaction_id=target,
+                recorded_at=int(rng.integers(1, 30)),
+                fact=RewardGiven(value=float(rng.integers(4)), name=str(rng.choice(["reward", "reward_v2", "other"]))),
+            )
+        )
+    book.catch_up()
+    expected = book.sql("""
+        select episode_id, a.reward as before, b.reward as after, b.reward - a.reward as change
+        from (from episode_rewards where name = 'reward') a join (from episode_rewards where name = 'reward_v2') b
+          using (episode_id) where change <> 0 order by abs(change) desc, episode_id
+    """)
+    assert expected.num_rows > 5
+    found = book.canned("reward_versions_diff").select(expected.column_names)
+    assert found.to_pylist() == expected.to_pylist()
+    book.close()

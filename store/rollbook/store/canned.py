@@ -215,14 +215,24 @@ _ALL = (
         "reward_versions_diff",
         "Episodes whose reward differs between two names: what did a new judge change?",
         f"""
-        with pairs as (
-            select any_value(run_id) as run_id, episode_id, any_value(reward) filter (where name = $before) as before,
-              any_value(reward) filter (where name = $after) as after
-            from episode_rewards where name in ($before, $after) and {_RUN} group by episode_id
+        with last as ( -- as in `episode_rewards`, but both names in one pass
+            select any_value(run_id) as run_id, episode_id, interaction_id, name = $after as is_after,
+              arg_max(value * weight, {{'at': given_at, 'id': event_id}}) as value
+            from rewards where name in ($before, $after) and {_RUN}
+            group by episode_id, interaction_id, "start", "end", is_after
+        ), pairs as (
+            select any_value(run_id) as run_id, episode_id,
+              coalesce(sum(value) filter (where not is_after and interaction_id is null),
+                sum(value) filter (where not is_after)) as before,
+              coalesce(sum(value) filter (where is_after and interaction_id is null),
+                sum(value) filter (where is_after)) as after
+            from last group by episode_id
+        ), top as (
+            select * from pairs where abs(after - before) > 1e-9
+            order by abs(after - before) desc, episode_id limit $limit
         )
         select p.run_id, episode_id, e.task_id, before, after, after - before as change
-        from pairs p join episodes e using (episode_id)
-        where abs(after - before) > 1e-9 order by abs(change) desc, episode_id limit $limit
+        from top p left join episodes e using (episode_id) order by abs(change) desc, episode_id
         """,
         {"before": "reward", "after": "reward_v2", "limit": 100},
     ),
