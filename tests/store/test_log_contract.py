@@ -194,21 +194,23 @@ def test_gather_gives_the_rows_asked_for_in_that_order(
         log.close()
 
 
-def test_a_frame_holds_its_event_and_says_where_it_begins(log: Log) -> None:
-    log.append_blocking(*(interaction() for _ in range(3)))
-    log.append_blocking(*(interaction() for _ in range(4)))
-    for position in range(7):
-        first, batch, size_bytes = log.frame("first", position)
-        assert batch["position"].to_pylist() == list(range(first, first + batch.num_rows))
-        assert first <= position < first + batch.num_rows
-        assert size_bytes >= 0
-        some = log.frame("first", position, ["output_ids"])
-        assert (
-            some.batch["output_ids"].to_pylist()
-            == batch["output_ids"].to_pylist()[some.first - first :][: len(some.batch)]
-        )
-    with pytest.raises(KeyError, match="position 7 of writer 'first'"):
-        log.frame("first", 7)
+def test_the_places_of_tokens_are_where_they_are(log: Log) -> None:
+    history = [interaction() for _ in range(8)]
+    history[2], history[4] = (Event(run_id="r", fact=RunStarted(name="x")) for _ in range(2))  # these have none
+    log.append_blocking(*history[:3])
+    log.append_blocking(*history[3:7])
+    log.append_blocking(history[7])
+    for position in range(8):
+        found = log.token_places("first", position)
+        assert found.first <= position < found.first + len(found.places)
+        assert min(found.memory_bytes, found.mapped_bytes) >= 0
+        for event, (*addresses, n_prompt, n_output) in zip(history[found.first :], found.places.tolist(), strict=False):
+            lists = (event.prompt_ids, event.output_ids, event.logprobs, event.versions)
+            for address, n, values in zip(addresses, (n_prompt, *[n_output] * 3), lists, strict=True):
+                there = pa.foreign_buffer(address, 4 * n).to_pybytes() if n else b""
+                assert there == (b"" if values is None else values.tobytes())
+    with pytest.raises(KeyError, match="position 8 of writer 'first'"):
+        log.token_places("first", 8)
 
 
 def test_what_a_caller_does_with_its_arrays_afterwards_changes_nothing(log: Log) -> None:

@@ -50,8 +50,23 @@ def test_rows_are_the_batch_that_arrow_would_build(history: list[Event], first: 
     whole = batch.drop_columns(["logprobs", "entropies"])  # NaN equals nothing; `same` compares those
     assert whole.equals(built_by_arrow(history, first).drop_columns(["logprobs", "entropies"]))
     assert all(same(a, b) for a, b in zip(from_batch(batch), history, strict=True))
+    held = pa.py_buffer(data)
+    places, expected = rows.token_places(held, len(history)), rows.token_places_of(rows.decode(held))
+    assert places is not None
+    assert places[:, 4:].tolist() == expected[:, 4:].tolist()
+    for i, name in enumerate(rows.TOKENS):
+        is_there = pa.compute.fill_null(pa.compute.list_value_length(batch.column(name)), 0).to_numpy() > 0
+        assert places[is_there, i].tolist() == expected[is_there, i].tolist()
     with pa.ipc.open_stream(SCHEMA.serialize().to_pybytes() + data) as stream:  # as another program would read it
         assert stream.read_next_batch().drop_columns(["logprobs", "entropies"]).equals(whole)
+
+
+def test_a_message_that_another_arrow_laid_out_has_no_places_of_ours() -> None:
+    history = [interaction() for _ in range(3)]
+    theirs = built_by_arrow(history, 0).serialize()
+    assert rows.token_places(theirs, 3) is None
+    cut = rows.token_places(pa.py_buffer(b""), 0)
+    assert cut is None
 
 
 def test_the_fast_checksum_is_that_of_zlib() -> None:

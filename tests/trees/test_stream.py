@@ -452,5 +452,5 @@ def test_a_small_budget_changes_nothing_but_speed(tmp_path: Path, budget: int):
         assert np.concatenate(parts).tolist() == whole.input_ids.tolist()
         for frames in payloads._writers.values():
             assert (frames.table[:, 4:].sum(axis=0) <= budget).all()
-            assert len(frames.batches) == len(frames.table)
-            assert sum(b.num_rows for b in frames.batches.values()) <= frames.n_rows
+            assert len(frames.held) == len(frames.table)
+            assert (frames.table[:, 1] - frames.table[:, 0]).sum() <= frames.n_rows

@@ -38,7 +38,7 @@ from ._version import __version__
 from .appending import WRITER_NAME, Appending, Request, answer, number
 from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
 from .events import SCHEMA
-from .log import START, Cursor, Frame, advance
+from .log import START, Cursor, TokenPlaces, advance
 from .sealing import SealingStopped, seal, sync_folder
 from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
 
@@ -460,24 +460,24 @@ class DirectoryLog(Appending):
             slices.append(batch.slice(begin, end - begin))
         return pa.Table.from_batches(slices, SCHEMA)
 
-    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
-        segment = self._find(writer, position)
-        if columns is not None and isinstance(segment, Sealed):
-            k = segment.frame_of(position)
-            batch = segment.batch(k, columns)
-            return Frame(segment.first_of(k), batch, batch.nbytes)
-        first, batch, cost = self._frame_at(writer, position)
-        return Frame(first, batch, 0 if cost == _VIEW_COST else cost)
+    def token_places(self, writer: str, position: int) -> TokenPlaces:
+        with self._reading:
+            segment = self._require(writer, position)
+            segment.map()
+        k = segment.frame_of(position)
+        if isinstance(segment, Sealed):
+            batch = segment.batch(k, rows.TOKENS)
+            return TokenPlaces(segment.first_of(k), rows.token_places_of(batch), batch, batch.nbytes, 0)
+        frame, body = segment.frame(k)
+        places = rows.token_places(body, frame.rows) if frame.layout == frames.LAYOUT else None
+        if places is None:
+            places = rows.token_places_of(frames.decode_body(frame, body))  # zero copy: it is `body` that holds them
+        return TokenPlaces(frame.first, places, body, 0, frame.length)
 
     def _frame_at(self, writer: str, position: int) -> tuple[int, pa.RecordBatch, int]:
         """The frame that holds a position, and the position of its first row. Lately used ones are kept parsed."""
         with self._reading:
-            segment = self._find(writer, position)
-            if segment is None:
-                self._refresh()
-                segment = self._find(writer, position)
-            if segment is None:
-                raise KeyError(f"no event at position {position} of writer {writer!r}")
+            segment = self._require(writer, position)
             k = segment.frame_of(position)
             key = (segment.path, k)  # by path: a segment's frames are other ones once it is sealed
             found = self._parsed.get(key)
@@ -500,6 +500,15 @@ class DirectoryLog(Appending):
         """Let go of a segment's parsed frames: they keep its file mapped, and so on the disk, when it is removed."""
         for key in [key for key in self._parsed if key[0] == segment.path]:
             self._parsed_bytes -= self._parsed.pop(key)[2]
+
+    def _require(self, writer: str, position: int) -> Segment | Sealed:
+        segment = self._find(writer, position)
+        if segment is None:
+            self._refresh()
+            segment = self._find(writer, position)
+        if segment is None:
+            raise KeyError(f"no event at position {position} of writer {writer!r}")
+        return segment
 
     def _find(self, writer: str, position: int) -> Segment | Sealed | None:
         chain = self._chains.get(writer)

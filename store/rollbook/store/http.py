@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from .errors import BadEvent, BookNotFound, LogClosed, LogWriteFailed, StoreError
 from .events import SCHEMA, Event, check
-from .log import START, Cursor, Frame, advance
-from .rows import to_batch
+from .log import START, Cursor, TokenPlaces, advance
+from .rows import to_batch, token_places_of
 
 _WAIT_S = 1.0  # that a follower's request waits for news; so long `close` may take to end it
 _FRAME_ROWS = 256
@@ -138,12 +138,12 @@ class HttpLog:
             raise StoreError(f"{self.url} gave no events: {answer.status_code}, {_message(answer)}")
         return pa.ipc.open_stream(answer.content).read_all()
 
-    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+    def token_places(self, writer: str, position: int) -> TokenPlaces:
         # With its neighbours, as far as they are known to be there: whoever reads one row comes back for the next.
         end = min(self._ends.get(writer, 0), position + _FRAME_ROWS)
         stored = self.gather([(writer, at) for at in range(position, max(end, position + 1))])
         (batch,) = stored.combine_chunks().to_batches()
-        return Frame(position, batch, batch.get_total_buffer_size())
+        return TokenPlaces(position, token_places_of(batch), batch, batch.get_total_buffer_size(), 0)
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -43,7 +43,7 @@ from .appending import Appending, Request, answer, number
 from .directory import LAKE_FORMAT, read_manifest, write_manifest
 from .errors import BookBusy, BookNotFound, LogCorrupt, StoreError
 from .events import SCHEMA
-from .log import START, Cursor, Frame, advance
+from .log import START, Cursor, TokenPlaces, advance
 from .sealing import sync_folder
 
 _log = logging.getLogger("rollbook.store")
@@ -380,11 +380,15 @@ class LakeLog(Appending):
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
         rows: list[pa.RecordBatch] = []
         for writer, position in pointers:
-            first, batch, _ = self.frame(writer, position)
+            first, batch = self._block(writer, position)
             rows.append(batch.slice(position - first, 1))
         return pa.Table.from_batches(rows, SCHEMA)
 
-    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+    def token_places(self, writer: str, position: int) -> TokenPlaces:
+        first, batch = self._block(writer, position)
+        return TokenPlaces(first, rows.token_places_of(batch), batch, batch.nbytes, 0)
+
+    def _block(self, writer: str, position: int) -> tuple[int, pa.RecordBatch]:
         first = position - position % _BLOCK
         with self._reading:
             batch = self._blocks.get((writer, first))
@@ -392,7 +396,7 @@ class LakeLog(Appending):
                 batch = self._read_block(writer, first, position)
             else:
                 self._blocks.move_to_end((writer, first))
-        return Frame(first, batch, batch.nbytes)
+        return first, batch
 
     def _read_block(self, writer: str, first: int, position: int) -> pa.RecordBatch:
         with self._cursor() as con:

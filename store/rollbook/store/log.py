@@ -8,6 +8,8 @@ one position per writer: the next one to read. Nothing here knows about trees, r
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from .events import Event
@@ -18,12 +20,14 @@ Cursor = Mapping[str, int]
 START: Cursor = {}
 
 
-class Frame(NamedTuple):
-    """Events that lie together. size_bytes: memory that holding the batch costs; 0 for a view of a mapped file."""
+class TokenPlaces(NamedTuple):
+    """Where the tokens of events that lie together are in memory; so as long as `held` is."""
 
-    first: int  # position of the first row
-    batch: pa.RecordBatch
-    size_bytes: int
+    first: int  # position of the first of them
+    places: npt.NDArray[np.int64]  # [n, 6]: addresses of prompt_ids, output_ids, logprobs, versions; lengths of two
+    held: object
+    memory_bytes: int  # what holding it costs
+    mapped_bytes: int  # and how much of a mapped file it keeps
 
 
 class Log(Protocol):
@@ -59,10 +63,9 @@ class Log(Protocol):
         """The events at (writer, position), one row each, in the order asked. Raises KeyError for none there."""
         ...
 
-    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
-        """The batch that holds an event, as it lies there: for readers that come back for its neighbours.
-
-        columns: what is needed of it, where that saves work; others may be there too. Raises KeyError for none there.
+    def token_places(self, writer: str, position: int) -> TokenPlaces:
+        """Where the tokens of an event lie, and those of its neighbours, for readers that come back for them: nothing
+        is decoded or copied that need not be. Raises KeyError for none there.
         """
         ...
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from .errors import LogClosed
 from .events import SCHEMA, Event, check
-from .log import START, Cursor, Frame, advance
-from .rows import to_batch
+from .log import START, Cursor, TokenPlaces, advance
+from .rows import to_batch, token_places_of
 
 
 class MemoryLog:
@@ -81,17 +81,21 @@ class MemoryLog:
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
         rows: list[pa.RecordBatch] = []
         for writer, position in pointers:
-            first, batch, _ = self.frame(writer, position)
+            first, batch = self._batch_at(writer, position)
             rows.append(batch.slice(position - first, 1))
         return pa.Table.from_batches(rows, SCHEMA)
 
-    def frame(self, writer: str, position: int, columns: Sequence[str] | None = None) -> Frame:
+    def token_places(self, writer: str, position: int) -> TokenPlaces:
+        first, batch = self._batch_at(writer, position)
+        return TokenPlaces(first, token_places_of(batch), batch, 0, 0)
+
+    def _batch_at(self, writer: str, position: int) -> tuple[int, pa.RecordBatch]:
         batches = self._book.get(writer, [])
         k = bisect_right(batches, position, key=lambda b: b.column("position")[0].as_py()) - 1
         if k >= 0:
             first = batches[k].column("position")[0].as_py()
             if position < first + batches[k].num_rows:
-                return Frame(first, batches[k], 0)
+                return first, batches[k]
         raise KeyError(f"no event at position {position} of writer {writer!r}")
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .errors import BadEvent
 from .events import KINDS, SCHEMA, SCHEMA_VERSION, Event, encode_fact
@@ -200,23 +201,87 @@ def message(rows: Sequence[Row], writer: str, first_position: int) -> list[bytes
     fixed_size(numbers[:, :2].tobytes())
     for i in range(4, 11):
         varying(i)
-    parts[0] = _HEAD.pack(
+    parts[0] = _head(n, at, nodes, spans)
+    parts.append(_ZEROS[-(_PADDED_HEAD + at) % 64])
+    return parts
+
+
+def _head(n: int, size: int, nodes: list[int], spans: list[int]) -> bytes:
+    return _HEAD.pack(
         *(0xFFFFFFFF, _PADDED_HEAD - 8),
         *_TABLES,
-        *(at, 52 - 40, 4, 3),
+        *(size, 52 - 40, 4, 3),
         *(52 - 16, n, _NODES_AT - 8 - 64, _BUFFERS_AT - 8 - 68),
         _N_NODES,
         *nodes,
         _N_BUFFERS,
         *spans,
     ).ljust(_PADDED_HEAD, b"\0")
-    parts.append(_ZEROS[-(_PADDED_HEAD + at) % 64])
-    return parts
 
 
 def decode(data: "bytes | pa.Buffer") -> pa.RecordBatch:
     """Reverse of `message`, zero copy: the batch keeps `data` alive."""
     return pa.ipc.read_record_batch(pa.ipc.read_message(data), SCHEMA)
+
+
+# ---- where the tokens are ------------------------------------------------------------------------------------------
+
+TOKENS = ("prompt_ids", "output_ids", "logprobs", "versions")
+
+_SPANS_AT = _BUFFERS_AT + 4 + 16 * (_N_BUFFERS - 4 * len(_LISTS))
+_SPANS = struct.Struct("<" + "16xq24xq8x" * len(TOKENS))  # where the offsets and the values of a list begin
+_ENDS = struct.Struct("<ii")
+_FIXED_PARTS = (slice(0, 40), slice(48, 64), slice(72, 88), slice(_BUFFERS_AT, _BUFFERS_AT + 4))
+_FIXED_HEAD = [_head(0, 0, [0] * 2 * _N_NODES, [0] * 2 * _N_BUFFERS)[part] for part in _FIXED_PARTS]
+"""What these are in every message that was laid out here."""
+
+
+def token_places(data: pa.Buffer, n: int) -> "npt.NDArray[np.int64] | None":
+    """See `log.TokenPlaces`; without Arrow, which takes 40 us to look into a message. None for a message that was not
+    laid out here: what its tables and offsets are says where everything else is, so those are compared."""
+    view = memoryview(data).cast("B")
+    if [view[part] for part in _FIXED_PARTS] != _FIXED_HEAD:
+        return None
+    spans = _SPANS.unpack_from(view, _SPANS_AT)
+    base = data.address + _PADDED_HEAD
+    if n == 1:  # most of a session that has just ended: each turn was a commit of its own
+        (p, p_end), (o, o_end), (k, _), (v, _) = (_ENDS.unpack_from(view, _PADDED_HEAD + at) for at in spans[::2])
+        prompt, output, logprobs, versions = spans[1::2]
+        return np.array(
+            [
+                (
+                    *(base + prompt + 4 * p, base + output + 4 * o, base + logprobs + 4 * k, base + versions + 4 * v),
+                    *(p_end - p, o_end - o),
+                )
+            ]
+        )
+    places = np.empty((n, 6), np.int64)
+    for i in range(len(TOKENS)):
+        _put(places, i, np.frombuffer(data, np.int32, n + 1, _PADDED_HEAD + spans[2 * i]), base + spans[2 * i + 1])
+    return places
+
+
+def token_places_of(batch: pa.RecordBatch) -> "npt.NDArray[np.int64]":
+    """See `log.TokenPlaces`."""
+    n = batch.num_rows
+    places = np.empty((n, 6), np.int64)
+    for i, name in enumerate(TOKENS):
+        column = batch.column(name)
+        buffers = column.buffers()
+        at = column.offset
+        ends = np.frombuffer(buffers[1], np.int32)[at : at + n + 1]
+        _put(places, i, ends, (0 if buffers[3] is None else buffers[3].address) + 4 * column.values.offset)
+        if i < 2 and column.null_count:  # a list that is not there has no tokens, whatever its offsets say
+            places[pc.is_null(column).to_numpy(zero_copy_only=False), 4 + i] = 0
+    return places
+
+
+def _put(places: "npt.NDArray[np.int64]", i: int, ends: "npt.NDArray[np.int32]", base: int) -> None:
+    places[:, i] = ends[:-1]
+    places[:, i] *= 4
+    places[:, i] += base
+    if i < 2:
+        np.subtract(ends[1:], ends[:-1], out=places[:, 4 + i])
 
 
 def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:

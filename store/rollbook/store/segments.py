@@ -214,6 +214,10 @@ class Segment:
 
     def batch(self, k: int) -> pa.RecordBatch:
         """Frame `k`. Zero copy where the file is mapped. Raises LogCorrupt."""
+        return frames.decode_body(*self.frame(k))
+
+    def frame(self, k: int) -> tuple[frames.Frame, pa.Buffer]:
+        """Header and body of frame `k`, verified. Raises LogCorrupt."""
         offset = self._offsets[k]
         frame = frames.decode_header(self._read(offset, frames.SIZE))
         body = None if frame is None else self._read(offset + frames.SIZE, frame.length)
@@ -225,7 +229,7 @@ class Segment:
             )
         if self._verified is not None:
             self._verified[k] = 1
-        return frames.decode_body(frame, body)
+        return frame, body
 
     def _read(self, offset: int, length: int) -> pa.Buffer:
         """Shorter where the file ends."""

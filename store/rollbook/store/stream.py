@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 
 from .errors import LogCorrupt, PayloadPruned
 from .events import Float32s, Int32s
-from .log import Frame, Log
+from .log import Log, TokenPlaces
 from .tree import shared_prefix
 
 Bools = npt.NDArray[np.bool_]
@@ -127,6 +127,7 @@ def copy_runs(addresses: Longs, lengths: Longs) -> Int32s:
         return np.empty(0, np.int32)
     # To Arrow the runs are every second string of a column that begins at the lowest address; to take them is one
     # memcpy each, some 20 times cheaper than a slice in Python. The strings between them are never looked at.
+    addresses = np.where(lengths > 0, addresses, addresses.max())  # where nothing is, the address may be anything
     low = int(addresses.min())
     ends = addresses + 4 * lengths
     offsets = np.empty(2 * n + 2, np.int64)
@@ -150,31 +151,7 @@ class _Owned:
         self.__array_interface__ = {"version": 3, "shape": (n,), "typestr": "<i4", "data": (buffer.address, False)}
 
 
-_TOKEN_COLUMNS = ("prompt_ids", "output_ids", "logprobs", "versions")
-
-
-def _places(batch: pa.RecordBatch) -> tuple[Longs, Longs]:
-    """Addresses [rows, 4] of the token columns of a batch, and lengths [rows, 2] of the first two of them."""
-    n = batch.num_rows
-    addresses, lengths = np.empty((n, 4), np.int64), np.empty((n, 2), np.int64)
-    for c, name in enumerate(_TOKEN_COLUMNS):
-        column = batch.column(name)
-        buffers = column.buffers()
-        at = column.offset
-        offsets = np.frombuffer(buffers[1], np.int32)[at : at + n + 1]
-        base = (0 if buffers[3] is None else buffers[3].address) + 4 * column.values.offset
-        addresses[:, c] = offsets[:-1]
-        addresses[:, c] *= 4
-        addresses[:, c] += base
-        if c < 2:
-            np.subtract(offsets[1:], offsets[:-1], out=lengths[:, c])
-            if column.null_count:  # a list that is not there has no tokens, whatever its offsets say
-                lengths[column.is_null().to_numpy(zero_copy_only=False), c] = 0
-    return addresses, lengths
-
-
-_FEW = 64  # frames, and rows in them
-_FEW_ROWS = 8  # to be put together
+_FEW_ROWS = 8  # whose paths are walked in Python
 
 _FIRST, _STOP, _ROW, _TICK, _MEMORY, _MAPPED = range(6)
 
@@ -183,14 +160,13 @@ class _Frames:
     """The frames of one writer that are held, and the places of their rows, in the order of arrival."""
 
     def __init__(self) -> None:
-        # Sorted by position: first position, one past the last, row of the first in `addresses`, when it was last
-        # asked for, bytes of memory, bytes of a mapped file.
+        # Sorted by position: first position, one past the last, row of the first in `places`, when it was last asked
+        # for, bytes of memory, bytes of a mapped file.
         self.table = np.empty((0, 6), np.int64)
         self.sizes = np.zeros(2, np.int64)  # sums of the last two
-        self.batches: dict[int, pa.RecordBatch] = {}  # by row
+        self.held: dict[int, object] = {}  # by row
         self.n_rows = 0
-        self.addresses = np.empty((1024, 4), np.int64)
-        self.lengths = np.empty((1024, 2), np.int64)
+        self.places = np.empty((1024, 6), np.int64)
 
     def find(self, positions: Longs) -> Longs:
         """Which frame holds each position; -1 for none."""
@@ -199,38 +175,19 @@ class _Frames:
         k = np.searchsorted(self.table[:, _FIRST], positions, side="right") - 1
         return np.where((k >= 0) & (positions < self.table[k, _STOP]), k, -1)
 
-    def insert(self, frames: list[Frame], tick: int) -> None:
+    def insert(self, frames: list[TokenPlaces], tick: int) -> None:
         """Hold more frames; what they overlap (a segment sealed since) is let go."""
-        batches = [frame.batch for frame in frames]
-        n_rows = [batch.num_rows for batch in batches]
-        if len(frames) <= _FEW and sum(n_rows) <= _FEW:
-            # A session just finished, each turn a commit of its own. To copy these little frames together costs less
-            # than to look into each of them.
-            if any(batch.schema != batches[0].schema for batch in batches):  # of sealed frames only these were read
-                batches = [batch.select(_TOKEN_COLUMNS) for batch in batches]
-            (joined,) = pa.Table.from_batches(batches).select(_TOKEN_COLUMNS).combine_chunks().to_batches()
-            sizes = [(joined.get_total_buffer_size() // len(frames), 0)] * len(frames)
-            batches = [joined] * len(frames)
-            places = [_places(joined)]
-        else:
-            sizes = [(f.size_bytes, 0 if f.size_bytes else f.batch.get_total_buffer_size()) for f in frames]
-            places = [_places(batch) for batch in batches]
-        total = sum(n_rows)
-        while self.n_rows + total > len(self.addresses):
-            self.addresses = np.resize(self.addresses, (2 * len(self.addresses), 4))
-            self.lengths = np.resize(self.lengths, (2 * len(self.lengths), 2))
-        at = self.n_rows
-        for addresses, lengths in places:
-            self.addresses[at : at + len(addresses)] = addresses
-            self.lengths[at : at + len(lengths)] = lengths
-            at += len(addresses)
-        rows = list(accumulate(n_rows[:-1], initial=self.n_rows))
-        self.batches.update(zip(rows, batches, strict=True))
-        self.n_rows += total
+        counts = [len(frame.places) for frame in frames]
+        begin, self.n_rows = self.n_rows, self.n_rows + sum(counts)
+        while self.n_rows > len(self.places):
+            self.places = np.resize(self.places, (2 * len(self.places), 6))
+        np.concatenate([frame.places for frame in frames], out=self.places[begin : self.n_rows])
+        rows = list(accumulate(counts[:-1], initial=begin))
+        self.held.update(zip(rows, (frame.held for frame in frames), strict=True))
         added = np.array(
             [
-                (frame.first, frame.first + n, row, tick, *size)
-                for frame, n, row, size in zip(frames, n_rows, rows, sizes, strict=True)
+                (frame.first, frame.first + n, row, tick, frame.memory_bytes, frame.mapped_bytes)
+                for frame, n, row in zip(frames, counts, rows, strict=True)
             ],
             np.int64,
         )
@@ -249,7 +206,7 @@ class _Frames:
     def drop(self, chosen: Bools) -> None:
         """Let go of these frames."""
         for row in self.table[chosen, _ROW].tolist():
-            del self.batches[row]
+            del self.held[row]
         self.sizes -= self.table[chosen, _MEMORY:].sum(axis=0)
         self.table = self.table[~chosen]
 
@@ -260,14 +217,12 @@ class _Frames:
             return
         starts = np.cumsum(counts) - counts
         taken = np.repeat(self.table[:, _ROW] - starts, counts) + np.arange(counts.sum())
-        self.batches = {
-            new: self.batches[old] for new, old in zip(starts.tolist(), self.table[:, _ROW].tolist(), strict=True)
+        self.held = {
+            new: self.held[old] for new, old in zip(starts.tolist(), self.table[:, _ROW].tolist(), strict=True)
         }
         self.table[:, _ROW] = starts
         self.n_rows = len(taken)
-        size = max(1024, self.n_rows)
-        self.addresses = np.resize(self.addresses[taken], (size, 4))
-        self.lengths = np.resize(self.lengths[taken], (size, 2))
+        self.places = np.resize(self.places[taken], (max(1024, self.n_rows), 6))
 
 
 class Payloads:
@@ -284,24 +239,24 @@ class Payloads:
         self._tick = 0
         self._lock = threading.Lock()
 
-    def locate(self, writers: pa.Array, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
-        """Addresses [N, 4] of prompt_ids, output_ids, logprobs and versions, lengths [N, 2] of the first two, and the
-        batches that must be held while the addresses are used. Raises KeyError for an event that is not there."""
+    def locate(self, writers: pa.Array, positions: Longs) -> tuple[Longs, list[object]]:
+        """The places [N, 6] of events' tokens, see `TokenPlaces`, and what must be held while they are used. Raises
+        KeyError for an event that is not there."""
         with self._lock:
             self._tick += 1
             names = set(writers.to_pylist())
             if len(names) == 1:
                 return self._locate(names.pop(), positions)
             codes = writers.dictionary_encode()
-            addresses, lengths = np.empty((len(positions), 4), np.int64), np.empty((len(positions), 2), np.int64)
-            held: list[pa.RecordBatch] = []
+            places = np.empty((len(positions), 6), np.int64)
+            held: list[object] = []
             for code, writer in enumerate(codes.dictionary.to_pylist()):
                 mine = np.flatnonzero(codes.indices.to_numpy() == code)
-                addresses[mine], lengths[mine], batches = self._locate(writer, positions[mine])
-                held += batches
-            return addresses, lengths, held
+                places[mine], theirs = self._locate(writer, positions[mine])
+                held += theirs
+            return places, held
 
-    def _locate(self, writer: str, positions: Longs) -> tuple[Longs, Longs, list[pa.RecordBatch]]:
+    def _locate(self, writer: str, positions: Longs) -> tuple[Longs, list[object]]:
         frames = self._writers.setdefault(writer, _Frames())
         k = frames.find(positions)
         is_missing = k < 0
@@ -311,20 +266,20 @@ class Payloads:
         frames.table[k, _TICK] = self._tick
         found = frames.table[k]
         rows = found[:, _ROW] + (positions - found[:, _FIRST])
-        addresses, lengths = frames.addresses[rows], frames.lengths[rows]
-        held = [frames.batches[row] for row in set(found[:, _ROW].tolist())]
+        places = frames.places[rows]
+        held = [frames.held[row] for row in set(found[:, _ROW].tolist())]
         if is_missing.any():
             self._shrink()
-        return addresses, lengths, held
+        return places, held
 
-    def _fetch(self, writer: str, positions: Longs) -> list[Frame]:
-        found: list[Frame] = []
+    def _fetch(self, writer: str, positions: Longs) -> list[TokenPlaces]:
+        found: list[TokenPlaces] = []
         stop = -1
         for position in np.sort(positions).tolist():
             if position >= stop:
-                frame = self._log.frame(writer, position, _TOKEN_COLUMNS)
+                frame = self._log.token_places(writer, position)
                 found.append(frame)
-                stop = frame.first + frame.batch.num_rows
+                stop = frame.first + len(frame.places)
         return found
 
     def _shrink(self) -> None:
@@ -360,7 +315,7 @@ class Nodes:
     n_output: Longs
     addresses: Longs  # [N, 4]
     is_pruned: Bools  # what it brought is gone for good
-    held: list[pa.RecordBatch]  # what lies at the addresses
+    held: list[object]  # what lies at the addresses
 
     @classmethod
     def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
@@ -369,7 +324,8 @@ class Nodes:
         parent = pc.index_in(parents, ids).fill_null(-1).to_numpy()
         edge = pc.index_in(edges, _EDGES).fill_null(-1).to_numpy()
         n_prompt, n_shared, n_output = (column.to_numpy().astype(np.int64) for column in sizes)
-        addresses, lengths, held = payloads.locate(writers, positions.to_numpy())
+        places, held = payloads.locate(writers, positions.to_numpy())
+        addresses, lengths = places[:, :4], places[:, 4:]
         names = ids.to_pylist()
         orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
         if len(orphans):
