@@ -1,5 +1,6 @@
 """Several ranks (gloo, on CPU) compute what one computes: loss, gradient, step, checkpoint, export."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -154,6 +155,9 @@ def test_what_is_published_is_one_folder_of_whole_weights(team: Team, tmp_path: 
     for name, value in a.items():
         assert value.dtype == b[name].dtype == torch.bfloat16
         assert torch.equal(value, b[name])
+    mine, theirs = (json.loads((tmp_path / name / "canary.json").read_text()) for name in ("one", "many"))
+    assert [c["prompt_ids"] for c in mine] == [c["prompt_ids"] for c in theirs]
+    np.testing.assert_allclose([c["logprob"] for c in mine], [c["logprob"] for c in theirs], atol=0.02)
 
 
 def test_adapters_are_sharded_too_and_published_merged(team: Team, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The embedded engine keeps every promise of the seam, and its numbers are those of a plain forward pass."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
@@ -288,6 +289,43 @@ async def test_a_checkpoint_that_does_not_fit_is_refused_by_name(
     for kind, path in misfitting.items():
         with pytest.raises(EngineFailed, match=said[kind]):
             await engine.load_weights(str(path), 1)
+
+
+@pytest.mark.anyio
+async def test_weights_that_answer_otherwise_than_the_learner_says_are_put_back(folder: Path, tmp_path: Path) -> None:
+    new = tiny_model(tmp_path / "new", seed=1)
+    prompts = [[5, 6, n] for n in range(4)]
+    with torch.inference_mode():
+        logits = AutoModelForCausalLM.from_pretrained(new)(input_ids=torch.tensor(prompts)).logits[:, -1]
+    truth = logits.float().log_softmax(-1).max(-1).values.tolist()
+
+    def say(off: float) -> None:
+        said = [{"prompt_ids": p, "logprob": value - off} for p, value in zip(prompts, truth, strict=True)]
+        (new / "canary.json").write_text(json.dumps(said))
+
+    async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
+        old = await collect(engine, generation(PROMPT, max_tokens=30, seed=1))
+        say(0.6)
+        async with aclosing(engine.generate(generation(PROMPT, "running", max_tokens=120, seed=2))) as running:
+            pieces = [await anext(running)]
+            with pytest.raises(EngineFailed, match=r"are 0.60 off those of the learner.*the old weights answer"):
+                await engine.load_weights(str(new), 1)
+            pieces += [piece async for piece in running]
+        again = await collect(engine, generation(PROMPT, max_tokens=30, seed=1))
+        assert ids_of(again) == ids_of(old)
+        assert np.allclose(logprobs_of(again), logprobs_of(old), atol=1e-4)
+        assert {piece.version for piece in pieces + again} == {0}
+        expected = dense_logprobs(AutoModelForCausalLM.from_pretrained(folder), PROMPT, ids_of(pieces))
+        assert np.allclose(logprobs_of(pieces), expected, atol=1e-4)
+        (new / "canary.json").write_text('[{"prompt_ids": [99999], "logprob": -1.0}]')
+        with pytest.raises(EngineFailed, match="is no prompt of this model"):
+            await engine.load_weights(str(new), 1)
+        say(0.0)
+        await engine.load_weights(str(new), 1)
+        last = await collect(engine, generation(PROMPT, max_tokens=30, seed=1))
+        assert {piece.version for piece in last} == {1}
+        expected = dense_logprobs(AutoModelForCausalLM.from_pretrained(new), PROMPT, ids_of(last))
+        assert np.allclose(logprobs_of(last), expected, atol=1e-4)
 
 
 @pytest.mark.anyio

@@ -192,3 +192,17 @@ def read_canaries(folder: Path) -> list[Canary]:
         return []
     except (OSError, msgspec.DecodeError) as error:
         raise EngineFailed(f"could not read {folder / CANARY}: {error}; the old weights stay") from error
+
+
+CANARY_TOLERANCE = 0.2
+"""Mean difference of logprobs that bfloat16 explains; other weights are off by more."""
+
+
+def compare_canaries(canaries: list[Canary], logprobs: list[float], version: int) -> None:
+    """Raise EngineFailed where an engine's logprobs are not those of the learner's own forward pass."""
+    mean = sum(abs(got - canary.logprob) for got, canary in zip(logprobs, canaries, strict=True)) / len(canaries)
+    if not mean <= CANARY_TOLERANCE:
+        raise EngineFailed(
+            f"logprobs of version {version} are {mean:.2f} off those of the learner's forward pass on "
+            f"{len(canaries)} prompts, rounding explains {CANARY_TOLERANCE}: the weights were not taken as they are"
+        )

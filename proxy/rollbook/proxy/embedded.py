@@ -37,6 +37,7 @@ import torch
 
 from rollbook.store.events import Int32s
 
+from .checkpoint import CANARY, Canary, compare_canaries, read_canaries
 from .draw import Dice, draw
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled, check_sampling
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
@@ -192,10 +193,12 @@ class EmbeddedEngine:
 
     async def load_weights(self, path: str, version: int) -> None:
         """See the seam. The files are read into memory beside the running model, then swapped in between two steps;
-        running requests go on, their keys and values computed anew."""
+        running requests go on, their keys and values computed anew. Where the new weights do not say what the learner
+        wrote beside them (canaries), the old ones are put back."""
         async with self._loading:
-            tensors = await anyio.to_thread.run_sync(self._worker.read_checkpoint, Path(path))
-            await self._call(lambda: self._worker.swap(tensors, version))
+            worker = self._worker
+            tensors, canaries = await anyio.to_thread.run_sync(worker.read_checkpoint, Path(path))
+            await self._call(lambda: worker.swap(tensors, version, canaries))
 
     async def health(self) -> Health:
         worker = self._worker
@@ -675,12 +678,23 @@ class _Worker:
         self.vocab_size = model.vocab_size
         self._tree = PrefixTree(model.shape)
 
-    def read_checkpoint(self, path: Path) -> dict[str, torch.Tensor]:
-        return self._model.read_checkpoint(path)
+    def read_checkpoint(self, path: Path) -> tuple[dict[str, torch.Tensor], list[Canary]]:
+        """In any thread. Raises EngineFailed."""
+        tensors, canaries = self._model.read_checkpoint(path), read_canaries(path)
+        for canary in canaries:
+            if not canary.prompt_ids or not 0 <= min(canary.prompt_ids) <= max(canary.prompt_ids) < self.vocab_size:
+                raise EngineFailed(f"could not read {path / CANARY}: {canary.prompt_ids} is no prompt of this model")
+        return tensors, canaries
 
-    def swap(self, tensors: dict[str, torch.Tensor], version: int) -> None:
-        """New weights for everybody: who is running is read again, its tokens kept."""
-        self._model.swap(tensors)
+    def swap(self, tensors: dict[str, torch.Tensor], version: int, canaries: list[Canary]) -> None:
+        """New weights for everybody: who is running is read again, its tokens kept. Raises EngineFailed."""
+        self._model.swap(tensors, keep=bool(canaries))
+        if canaries:
+            try:
+                compare_canaries(canaries, self._model.likeliest([c.prompt_ids for c in canaries]), version)
+            except EngineFailed as error:
+                self._model.swap(tensors)
+                raise EngineFailed(f"{error}; the old weights answer") from error
         self.version = version
         running = self._running()
         for request in running:

@@ -313,10 +313,26 @@ class PackedModel:
         return dict(model.named_parameters())
 
     @torch.inference_mode()
-    def swap(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put in what `read_checkpoint` gave. Keys and values computed before are wrong afterwards."""
+    def swap(self, tensors: dict[str, torch.Tensor], *, keep: bool = False) -> None:
+        """Put in what `read_checkpoint` gave. Keys and values computed before are wrong afterwards.
+
+        keep: `tensors` then has what was there before, so that the same call again takes it back.
+        """
         for name, tensor in tensors.items():
+            old = self._parameters[name].to(tensor.device, copy=True) if keep else None
             self._parameters[name].copy_(tensor)
+            if old is not None:
+                tensors[name] = old
+
+    @torch.inference_mode()
+    def likeliest(self, prompts: Sequence[Sequence[int]]) -> list[float]:
+        """The logprob of the likeliest token after each prompt."""
+        parts = []
+        for prompt in prompts:
+            ids = np.asarray(prompt, np.int32)
+            parts.append(Reading(ids, self.shape.piece(len(ids)), 0, len(ids), self.shape))
+        found: list[float] = self.logits(parts).float().log_softmax(-1).max(-1).values.tolist()
+        return found
 
 
 class _Loading:

@@ -42,7 +42,7 @@ import orjson
 
 from rollbook.store.events import Float32s, Int32s
 
-from .checkpoint import Canary, check_fits, is_adapter, read_adapter, read_canaries
+from .checkpoint import Canary, check_fits, compare_canaries, is_adapter, read_adapter, read_canaries
 from .engine import (
     EMPTY_IDS,
     EMPTY_LOGPROBS,
@@ -61,9 +61,6 @@ from .upstream import Upstream as Server
 
 MAX_BREAKS = 3
 """How often one request may lose its server without a token in between: then it is taken for what kills it."""
-
-CANARY_TOLERANCE = 0.2
-"""Mean difference of logprobs that bfloat16 explains; other weights are off by more."""
 
 FORMS_S = 10.0
 """How long new weights wait for answers that are held to a form."""
@@ -544,7 +541,7 @@ class ServedEngine(abc.ABC):
         A server may say that weights are in and answer with others (`vllm.py`): only a comparison shows it.
         """
         canaries = await anyio.to_thread.run_sync(read_canaries, weights)
-        differences = []
+        found = []
         for canary in canaries or [Canary([1, 2, 3], 0.0)]:
             prompt = np.asarray(canary.prompt_ids, np.int32)
             try:
@@ -556,12 +553,9 @@ class ServedEngine(abc.ABC):
                 raise EngineFailed(
                     f"one token of version {version} has logprob {logprobs.tolist()}, expected one finite number"
                 )
-            differences.append(abs(float(logprobs[0]) - canary.logprob))
-        if canaries and (mean := sum(differences) / len(differences)) > CANARY_TOLERANCE:
-            raise EngineFailed(
-                f"logprobs of version {version} are {mean:.2f} off those of the learner's forward pass on "
-                f"{len(canaries)} prompts, rounding explains {CANARY_TOLERANCE}: the weights were not taken as they are"
-            )
+            found.append(float(logprobs[0]))
+        if canaries:
+            compare_canaries(canaries, found, version)
 
     async def health(self) -> Health:
         return Health(

@@ -116,8 +116,16 @@ class TreeModel(nn.Module):
             nn.init.zeros_(self.value_head.bias)
             self.value_head.to(next(model.parameters()))
 
-    def forward(self, trie: Trie) -> tuple[Tensor, Tensor]:
-        """logprobs_E and entropies_E; with a value head values_E and nothing."""
+    def forward(self, trie: Trie | Tensor) -> tuple[Tensor, Tensor]:
+        """logprobs_E and entropies_E; with a value head values_E and nothing.
+
+        Of prompts as they are, ids [B, L]: the logits [B, V] after each, and nothing. (Shards are put together by
+        calls of this method only.)
+        """
+        if isinstance(trie, Tensor):
+            asked: Any = self.model
+            logits: Tensor = asked(input_ids=trie, use_cache=False).logits[:, -1]
+            return logits, logits.new_empty(0)
         device = next(self.parameters()).device
         hidden_PH = self._hidden(trie, device)
         if self.value_head is not None:

@@ -27,7 +27,7 @@ from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie, cost
 
 from . import Pass
-from .single import SingleBackend
+from .single import SingleBackend, write_canaries
 from .team import Team
 
 if TYPE_CHECKING:
@@ -244,8 +244,10 @@ class Shard(SingleBackend):
                 full = full.full_tensor() if isinstance(full, DTensor) else full
                 whole[id(value)] = full.cpu() if is_first else full.new_empty(0)
             state[name] = whole[id(value)]
+        canaries = self._canaries()
         if is_first:
             self._write(folder, state)
+            write_canaries(folder, canaries)
 
 
 def _cut_into(mine: Tensor, whole: Tensor) -> None:

@@ -226,16 +226,16 @@ class SingleBackend:
 
     def export(self, folder: Path) -> None:
         self._write(folder, None)
-        (folder / "canary.json").write_text(json.dumps(self._canaries()))
+        write_canaries(folder, self._canaries())
 
     @torch.no_grad()
     def _canaries(self) -> list[dict[str, Any]]:
         """The logprob of the likeliest token after a few prompts: what engines compare with once they have loaded."""
-        model: Any = self.model.model
+        self.model.eval()
         step = max(1, self.vocabulary // 61)
         prompts = [[(1 + n * 7 + i * step) % self.vocabulary for i in range(6)] for n in range(8)]
-        logits = model(input_ids=torch.tensor(prompts, device=self.device)).logits[:, -1].float()
-        likeliest = torch.log_softmax(logits, -1).max(-1).values.tolist()
+        logits, _ = self.model(torch.tensor(prompts, device=self.device))
+        likeliest = torch.log_softmax(logits.float(), -1).max(-1).values.tolist()
         return [{"prompt_ids": p, "logprob": value} for p, value in zip(prompts, likeliest, strict=True)]
 
     def _write(self, folder: Path, state: dict[str, Tensor] | None) -> None:
@@ -246,6 +246,11 @@ class SingleBackend:
 
             state = merged_weights(model, model.state_dict() if state is None else state)
         model.save_pretrained(folder, state_dict=state)
+
+
+def write_canaries(folder: Path, canaries: list[dict[str, Any]]) -> None:
+    """Beside the weights; `proxy/checkpoint.py` reads them."""
+    (folder / "canary.json").write_text(json.dumps(canaries))
 
 
 class _Found:
