@@ -140,6 +140,36 @@ def test_an_engine_of_other_weights_stops_the_run_before_a_step(model: str) -> N
         learn_once(model, replace(rows, logprobs=np.array([-11.0, -11.0])))
 
 
+HELD = [([1, 2], [3, 5, 6]), ([1, 2], [4, 5, 7]), ([1, 3], [8, 9]), ([1, 3], [9])]
+
+
+def held(behaviour: float) -> Rows:
+    """Two answers that a form held, its first token forced; two free ones."""
+    rows = make_rows(HELD, groups=["a", "a", "b", "b"], rewards=[1.0, 0.0, 1.0, 0.0])
+    logprobs = np.array([0.0, behaviour, behaviour, 0.0, behaviour, behaviour, -3.4, -3.4, -3.4])
+    return replace(rows, logprobs=logprobs, is_held=np.array([True, True, False, False]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_decoupled_loss": False}, {"ppo_n_minibatches": 2}])
+def test_what_a_form_left_is_no_gap_and_its_logprobs_count_for_nothing(model: str, settings: dict[str, Any]) -> None:
+    some, others = (learn_once(model, held(behaviour), **settings).metrics for behaviour in (-0.1, -9.0))
+    assert some == pytest.approx(others)
+    assert some["gap"] < 1 < abs(-9.0 - -3.4)
+    assert some["n_trained_tokens"] == 7  # not the two that the form forced
+    free = learn_once(model, replace(held(-9.0), is_held=np.zeros(4, np.bool_)), logprob_gap_stop=99.0, **settings)
+    assert free.metrics["gap"] > 2
+    assert free.metrics["n_trained_tokens"] == 9
+
+
+def test_a_forced_token_is_learnt_where_answers_are_imitated(model: str) -> None:
+    config = ActorConfig(path=model, dtype="float32")
+    actor = SingleBackend(config, optimizer=OptimizerConfig())
+    algorithm = find_algorithm("sft", config)
+    rows = replace(held(-1.0), advantages=np.ones(4))
+    learned = learn(rows, actor=actor, algorithm=algorithm, config=config, version=0, seed=0)
+    assert learned.metrics["n_trained_tokens"] == 9
+
+
 def test_against_itself_the_reference_is_no_distance_away(model: str) -> None:
     learned = learn_once(model, random_rows(1), kl_loss_coef=0.1, kl_ctl=0.1)
     assert learned.metrics["kl_ref"] == pytest.approx(0, abs=1e-6)

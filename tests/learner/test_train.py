@@ -15,7 +15,7 @@ import pytest
 from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig, batches
-from rollbook.learner.batches import drawn, rows_of
+from rollbook.learner.batches import drawn, rows_of, was_held
 from rollbook.learner.errors import BadSetting, NothingToTrain
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
@@ -217,6 +217,10 @@ def test_the_book_says_what_tokens_were_drawn_from() -> None:
     assert drawn('{"temperature": 0.7, "top_p": 0.9, "top_k": 20}', "processed") == Draw(0.7, 0.9, 20)
     assert drawn('{"temperature": 0.7}', "raw") == drawn('{"temperature": 0.0}', "processed") == Draw()
     assert drawn("{}", "processed") is None is drawn(None, None)
+    assert was_held('{"temperature": 0.7, "is_held": true}', "processed")
+    assert not was_held('{"temperature": 0.7, "is_held": true}', "raw")
+    assert not was_held('{"temperature": 0.7}', "processed")
+    assert not was_held(None, None)
 
 
 def test_mfu_is_six_operations_per_parameter_and_computed_token() -> None:

@@ -311,6 +311,7 @@ def load_rows(
         is_cut=np.array([row["finish_reason"] == "length" for row in order], np.bool_),
         advantages=np.zeros(len(ids)),
         draws=[drawn(row["sampling"], row["logprobs_mode"]) for row in order],
+        is_held=np.array([was_held(row["sampling"], row["logprobs_mode"]) for row in order], np.bool_),
     )
     paths = [rows.path(r).astype(">u4").tobytes() for r in range(len(rows))]
     keys = [(natural(rows.group_ids[r]), paths[r], rows.interaction_ids[r]) for r in range(len(rows))]
@@ -329,6 +330,11 @@ def drawn(sampling: str | None, logprobs_mode: str | None) -> Draw | None:
     if logprobs_mode == "raw" or not said["temperature"]:
         return Draw()
     return Draw(float(said["temperature"]), float(said.get("top_p", 1.0)), int(said.get("top_k", 0)))
+
+
+def was_held(sampling: str | None, logprobs_mode: str | None) -> bool:
+    """Whether logprobs are of what an enforced form left. Raw ones are of the model's own distribution, form or not."""
+    return logprobs_mode != "raw" and bool(sampling) and json.loads(sampling or "{}").get("is_held") is True
 
 
 def scored(book: Book, rows: Rows, scorer: str) -> Floats:

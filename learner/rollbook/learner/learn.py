@@ -55,6 +55,8 @@ def learn(
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
     tries = tries_of(rows, config.mb_spec, actor)
     mask_E = trained_mask(rows, config, version)
+    if not algorithm.imitates:
+        mask_E[rows.held_E & (rows.logprobs == 0)] = 0.0  # the form left one token: no choice, no gradient
     now_E, entropy_E = np.zeros(len(mask_E)), np.zeros(len(mask_E))
     is_scored = (
         len(parts) > 1 or algorithm.needs_scores or bool(config.kl_ctl and (reference is not None or ref_E is not None))
@@ -62,6 +64,7 @@ def learn(
     if is_scored:
         now_E, entropy_E = actor.score(tries)
         check_gap(now_E, rows, mask_E, config, version)
+        rows = replace(rows, logprobs=np.where(rows.held_E, now_E, rows.logprobs))
     scores = Scores(
         now_E=now_E if is_scored else None,
         ref_E=ref_E if reference is None else reference.score(tries)[0],
@@ -90,6 +93,7 @@ def learn(
                 "weight": weight_E,
                 "mean": mean_E,
                 **({} if scores.ref_E is None else {"ref": scores.ref_E}),
+                **({} if is_scored or not rows.is_held.any() else {"held": rows.held_E}),
                 **proximal(rows, now_E if is_scored else None, config, version),
             },
         )
@@ -128,7 +132,7 @@ class PolicyObjective:
 
     algorithm: Algorithm
     is_decoupled: bool  # the proximal policy is that of `prox`, of `drift`, or (neither) of this very pass
-    arrays: Mapping[str, Floats]  # old, advantages, weight, mean; ref, prox and drift where there are any
+    arrays: Mapping[str, Floats]  # old, advantages, weight, mean; ref, prox, drift and held where there are any
 
     def take(self, entries: Ints) -> "PolicyObjective":
         return replace(self, arrays={name: values_E[entries] for name, values_E in self.arrays.items()})
@@ -136,6 +140,8 @@ class PolicyObjective:
     def __call__(self, trie: Trie, values_E: Tensor, entropies_E: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
         of = _picker(self.arrays, trie, values_E)
         old_E = of("old")
+        if "held" in self.arrays:  # of no distribution that is known here: taken to be this very pass's
+            old_E = torch.where(of("held") > 0, values_E.detach(), old_E)
         prox_E = old_E
         if "drift" in self.arrays:
             prox_E = old_E + of("drift") * (values_E.detach() - old_E)
@@ -255,8 +261,12 @@ def interpolation(versions_E: Ints, version: int) -> Floats:
 
 
 def gap(now_E: Floats, rows: Rows, mask_E: Floats, version: int) -> dict[str, float]:
-    """Mean |learner - engine| in nats per token: over all tokens, and over those of the current version."""
+    """Mean |learner - engine| in nats per token: over all tokens, and over those of the current version.
+
+    Answers that were held to a form are left out: their logprobs are of what the form left.
+    """
     difference_E = np.abs(now_E - rows.logprobs)
+    mask_E = np.where(rows.held_E, 0.0, mask_E)
     fresh_E = mask_E * (rows.versions == version)
     out = {"gap": float((difference_E * mask_E).sum() / max(mask_E.sum(), 1.0))}
     if fresh_E.sum():

@@ -42,6 +42,8 @@ class Rows:
     is_cut: npt.NDArray[np.bool_]  # R, the output ended at a length limit
     advantages: Floats = field(default_factory=lambda: np.empty(0))  # R once known
     draws: Sequence[Draw | None] = ()  # R; None, or none at all: as the settings say
+    is_held: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    """R, or none: the logprobs are of what a form left (engine.Form), which nobody here can compute again."""
 
     def __len__(self) -> int:
         return len(self.interaction_ids)
@@ -60,6 +62,11 @@ class Rows:
     def row_E(self) -> Ints:
         """E: the row of each entry."""
         return np.repeat(np.arange(len(self)), self.n_output)
+
+    @property
+    def held_E(self) -> npt.NDArray[np.bool_]:
+        """E: the tokens of rows that were held to a form."""
+        return self.is_held[self.row_E] if len(self.is_held) else np.zeros(len(self.logprobs), np.bool_)
 
     @property
     def output_ids(self) -> Ints:
@@ -105,4 +112,5 @@ class Rows:
             is_cut=self.is_cut[rows],
             advantages=self.advantages[rows] if len(self.advantages) else self.advantages,
             draws=[self.draws[r] for r in rows] if self.draws else (),
+            is_held=self.is_held[rows] if len(self.is_held) else self.is_held,
         )

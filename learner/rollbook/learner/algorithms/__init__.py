@@ -42,6 +42,7 @@ class Algorithm(Protocol):
     drop_all_equal: ClassVar[bool]  # groups whose rewards are all equal are rejected and drawn anew
     loss_agg: ClassVar[str]  # the recipe's way to weigh tokens; see `parts.entry_weights`
     adv_norm: "ClassVar[NormConfig | None]"  # of the tokens' advantages
+    imitates: ClassVar[bool]  # answers are examples: also what a form left no choice about
 
     def advantages(self, rows: Rows) -> Floats:
         """R: what the batch records for each row, before anything that depends on a model."""

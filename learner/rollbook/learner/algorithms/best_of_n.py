@@ -21,6 +21,8 @@ from .recipe import Recipe, Scores
 class Algorithm(Recipe):
     """See `algorithms.Algorithm`."""
 
+    imitates = True
+
     def advantages(self, rows: Rows) -> Floats:
         best_R = group_max(rows.rewards, rows)
         return ((rows.rewards >= best_R) & (rows.rewards >= self.actor.best_of)).astype(np.float64)

@@ -47,6 +47,7 @@ class Recipe:
     adv_norm: ClassVar[NormConfig | None] = None
     eps_clip_higher: ClassVar[float | None] = None  # None: as eps_clip
     overlong: ClassVar[bool] = False
+    imitates: ClassVar[bool] = False
 
     def __init__(self, actor: ActorConfig) -> None:
         self.actor = actor

@@ -20,6 +20,8 @@ from .recipe import Recipe
 class Algorithm(Recipe):
     """See `algorithms.Algorithm`."""
 
+    imitates = True
+
     def advantages(self, rows: Rows) -> Floats:
         return np.ones(len(rows))
 
