@@ -128,25 +128,33 @@ async def test_min_tokens_do_not_keep_a_whole_form_open(folder, tokenizer):
 
 async def test_forms_survive_new_weights_and_share_a_batch_with_free_answers(folder, tokenizer, tmp_path):
     other = tiny_model(tmp_path / "other", seed=1, context=2048)
-    words = {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 30, "maxItems": 30}
+    words = {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 20, "maxItems": 20}
     async with EmbeddedEngine(folder, device="cpu", threads=2) as engine:
         answers: dict[int, list[int]] = {}
-        versions: set[int] = set()
+        versions: dict[int, set[int]] = {}
+        begun = anyio.Event()
 
         async def one(n: int) -> None:
             form = None if n % 2 else Form(schema=words)
-            pieces = [p async for p in engine.generate(asked(form, seed=n))]
-            versions.update(p.version for p in pieces)
+            pieces = []
+            async for piece in engine.generate(asked(form, seed=n, max_tokens=100 if form is None else 1200)):
+                pieces.append(piece)
+                if n == 0 and len(pieces) == 3:
+                    begun.set()
+            versions[n] = {p.version for p in pieces}
             answers[n] = ids_of(pieces)
 
         async with anyio.create_task_group() as tasks:
             for n in range(8):
                 tasks.start_soon(one, n)
-            await anyio.sleep(0.2)
+            # New weights in the middle of the first answer, however busy the machine: it is held there meanwhile.
+            await begun.wait()
+            await engine.pause()
             await engine.load_weights(str(other), 1)
-        assert versions == {0, 1}
+            await engine.resume()
+        assert versions[0] == {0, 1}
         for n in range(0, 8, 2):
-            assert len(json.loads(tokenizer.decode(answers[n][:-1]))) == 30
+            assert len(json.loads(tokenizer.decode(answers[n][:-1]))) == 20
 
 
 @pytest.mark.parametrize(
