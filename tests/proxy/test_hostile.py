@@ -135,6 +135,18 @@ def running():
         yield served, portal.call(served.client.start_session, "t").api_key, http
 
 
+@pytest.mark.parametrize("kind", [[], {}, [{}], 1, None, "auto "])
+def test_a_tool_choice_of_no_known_type_is_refused_by_its_name(running, kind):
+    _, key, http = running
+    body = {**BODIES["/v1/messages"], "tool_choice": {"type": kind}}
+    reply = http.post("/v1/messages", json=body, headers={"x-api-key": key})
+    assert reply.status_code == 400
+    assert "tool_choice.type must be auto" in reply.json()["error"]["message"]
+    deferred = [{"name": kind, "defer_loading": True}]
+    reply = http.post("/v1/messages", json={**body, "tools": deferred}, headers={"x-api-key": key})
+    assert reply.status_code == 400
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_spoilt_bodies_are_refused_in_the_vendors_shape(running, path):
     _, key, http = running

@@ -340,7 +340,7 @@ def _read_tools(tools: list[dict[str, Any]], messages: list[dict[str, Any]]) -> 
         if tool.get("defer_loading"):
             if referred is None:
                 referred = _referred(messages)
-            if tool.get("name") not in referred:
+            if str(tool.get("name")) not in referred:
                 continue
         function = {"name": tool.get("name")}
         if tool.get("description") is not None:
@@ -370,7 +370,7 @@ def _read_tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | N
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     known = {"auto": "auto", "any": "required", "none": "none"}
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise BadRequest(f"tool_choice.type must be auto, any, tool or none, got {kind!r}", param="tool_choice")
     return known[kind]
 
