@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import Literal
 
 import anyio
@@ -57,12 +57,13 @@ class Session(msgspec.Struct, kw_only=True, eq=False):
     last_used: float
     episode: Episode | None = None  # what the capture keeps of an open one
     origin_id: str | None = None  # the interaction of another episode that it is a fork of
-    pointers: list[tuple[str, int]] = []  # where the book has the interactions of one that this server found there
-    interactions: tuple[str, ...] = ()  # of one that ended here
+    # Where the book has the interactions of one that this server found there.
+    pointers: Sequence[tuple[str, int]] = ()
+    interactions: str = ""  # of one that ended here, a space between: many are kept, and no collection looks at them
     last_main: str | None = None
     calls: int = 0  # model calls in progress
     waiting: int = 0  # and those that wait for their turn
-    ending: anyio.Lock = msgspec.field(default_factory=anyio.Lock)
+    ending: anyio.Lock | None = None  # while it is being ended
 
 
 def hash_key(key: str) -> bytes:
@@ -141,7 +142,7 @@ class Sessions:
             async with self._reopening:
                 if session.episode is None and session.pointers:
                     session.episode = await anyio.to_thread.run_sync(self._read_back, session)
-                    session.pointers = []
+                    session.pointers = ()
                 elif session.episode is None:
                     session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
                     if session.origin_id is not None:
@@ -353,7 +354,7 @@ class Sessions:
             if session.state != "open" or self._open.get(session.episode_id) is not session:
                 self._put_away(session, episode)
         else:
-            known, last = session.interactions, session.last_main
+            known, last = session.interactions.split(), session.last_main
         if body.interaction_id is not None:
             if body.interaction_id not in known:
                 raise BadRequest(
@@ -370,7 +371,7 @@ class Sessions:
 
     def _put_away(self, session: Session, episode: Episode) -> None:
         """Keep of an ended session's episode what a late reward needs; its tokens are in the book."""
-        session.interactions = tuple(episode.places)
+        session.interactions = " ".join(episode.places)
         session.last_main = episode.last_main
         session.episode = None
         self._capture.forget(episode)
@@ -393,6 +394,7 @@ class Sessions:
         return count
 
     async def _end(self, session: Session, state: EpisodeState, reason: str | None) -> int:
+        session.ending = session.ending or anyio.Lock()
         async with session.ending:
             if session.state == "open":
                 session.state = state  # from here on no call begins
@@ -407,7 +409,8 @@ class Sessions:
                 if session.episode is not None:
                     self._put_away(session, session.episode)
                 self._leave(session)
-        return len(session.interactions) or len(session.pointers)
+        session.ending = None
+        return len(session.interactions.split()) or len(session.pointers)
 
     def touch(self, session: Session) -> None:
         """It is in use now."""
