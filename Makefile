@@ -45,9 +45,6 @@ test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of 
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
 
-test-namespaces: $(VENV)/dev.stamp  ## two hosts as network namespaces, one of which is cut off mid-run (root, iproute2)
-	$(BIN)/python -m pytest tests/cluster/check_namespaces.py
-
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
 $(VENV)-sdks/sdks.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-sdks
@@ -63,10 +60,16 @@ $(VENV)-lake/lake.stamp: pyproject.toml
 	$(VENV)-lake/bin/pip install --quiet --editable '.[lake,serve]' hypothesis pytest pytest-timeout
 	@touch $@
 
+POSTGRES := ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends postgresql)
+
 test-lake: $(VENV)-lake/lake.stamp  ## books in a DuckLake, on a PostgreSQL server of its own (Debian: postgresql); all SQL on the older DuckDB
-	ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || command -v postgres >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends postgresql)
+	$(POSTGRES)
 	$(VENV)-lake/bin/python tests/lake/with_postgres.py $(VENV)-lake/bin/python -m pytest tests/store/test_log_contract.py tests/lake/check_lake.py
 	$(VENV)-lake/bin/python -m pytest tests/views tests/trees
+
+test-namespaces: $(VENV)-lake/lake.stamp  ## two proxies, two agent hosts, one DuckLake; a host is cut off mid-run (root, iproute2, PostgreSQL)
+	$(POSTGRES)
+	$(VENV)-lake/bin/python -m pytest tests/cluster/check_namespaces.py
 
 test-examples: $(VENV)/dev.stamp $(VENV)-sdks/sdks.stamp  ## every example trains a step of SmolLM2-135M (about 8 minutes)
 	$(BIN)/python -m pytest -s tests/sdks/check_examples.py

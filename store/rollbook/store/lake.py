@@ -55,6 +55,20 @@ _RECENT_IDS = 200_000  # event ids of this writer that are kept in memory
 _POLL_S = (0.02, 0.2)  # followers ask for news between these, less often the longer nothing comes
 _RETRY_S = (0.05, 2.0)  # between attempts to commit
 _EXTENSIONS = ("postgres_scanner", "ducklake")
+# A silent end is given up after 5 + 3 * 2 s, by either.
+_CLIENT_WATCH = {
+    "connect_timeout": 10,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 11_000,
+}
+_SERVER_WATCH = {
+    "tcp_keepalives_idle": 5,
+    "tcp_keepalives_interval": 2,
+    "tcp_keepalives_count": 3,
+    "tcp_user_timeout": 11_000,
+}
 
 _CREATE = """create table if not exists lake.events (
     position bigint not null, event_id blob not null, writer varchar not null, kind varchar not null,
@@ -115,7 +129,7 @@ def connect(lake: Lake, *, may_create: bool = False) -> duckdb.DuckDBPyConnectio
         options = f"data_path {_quoted(lake.data)}, data_inlining_row_limit 0" + (
             "" if may_create else ", create_if_not_exists false"
         )
-        con.execute(f"attach {_quoted('ducklake:postgres:' + lake.catalogue)} as lake ({options})")
+        con.execute(f"attach {_quoted('ducklake:postgres:' + _watched(lake.catalogue))} as lake ({options})")
         if may_create:
             con.execute(_CREATE)
     except duckdb.Error as error:
@@ -125,6 +139,32 @@ def connect(lake: Lake, *, may_create: bool = False) -> duckdb.DuckDBPyConnectio
             "check that the catalogue answers and that the lake has been created"
         ) from error
     return con
+
+
+def _psycopg() -> Any:
+    try:
+        import psycopg
+    except ImportError as error:
+        raise StoreError(f"a lake needs psycopg ({error}); install rollbook[lake]") from error
+    return psycopg
+
+
+def _watched(catalogue: str) -> str:
+    """The connection string, with what makes both ends notice within seconds that the other is gone.
+
+    A host that is cut off says nothing. Without this the server would wait two hours for it, and every other writer
+    for the locks and the unfinished transaction that it holds. What `catalogue` says itself comes first.
+    """
+    psycopg = _psycopg()
+    conninfo = psycopg.conninfo
+    try:
+        given = conninfo.conninfo_to_dict(catalogue)
+    except psycopg.Error as error:
+        raise StoreError(
+            f"{catalogue!r} is no connection string ({_first_line(error)}); give one like 'host=db dbname=rollbook'"
+        ) from error
+    options = [*(f"-c {name}={value}" for name, value in _SERVER_WATCH.items()), str(given.pop("options", ""))]
+    return str(conninfo.make_conninfo("", **{**_CLIENT_WATCH, **given, "options": " ".join(options).strip()}))
 
 
 def _extension(name: str) -> str:
@@ -463,11 +503,7 @@ class _Name:
     """A writer's name, held while a connection to the catalogue lives."""
 
     def __init__(self, lake: Lake, writer: str) -> None:
-        try:
-            import psycopg
-        except ImportError as error:
-            raise StoreError(f"appending to a lake needs psycopg ({error}); install rollbook[lake]") from error
-        self._psycopg = psycopg
+        psycopg = self._psycopg = _psycopg()
         self._lake = lake
         self._writer = writer
         self._connection: Any = None
@@ -477,10 +513,8 @@ class _Name:
             raise StoreError(f"the catalogue at {lake.catalogue!r} does not answer: {_first_line(error)}") from error
 
     def _take(self) -> None:
-        connection = self._psycopg.connect(
-            self._lake.catalogue, autocommit=True, connect_timeout=10, keepalives_idle=10, keepalives_interval=5,
-            tcp_user_timeout=20_000, options="-c lock_timeout=2s",
-        )  # fmt: skip
+        connection = self._psycopg.connect(_watched(self._lake.catalogue), autocommit=True)
+        connection.execute("set lock_timeout = '2s'")
         key = f"rollbook {self._lake.data} {self._writer}"
         found = connection.execute("select pg_try_advisory_lock(hashtextextended(%s, 0))", [key]).fetchone()
         if not found[0]:
