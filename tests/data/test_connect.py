@@ -16,8 +16,9 @@ from rollbook.store.selection import Credit, Selection
 from rollbook.store.torch_rows import pad_rows
 from store_served import KEY, Server
 
+# Rounded: two connections may add the same numbers in another order.
 QUERY = (
-    "select run_id, count(*) as n, avg(reward) as reward from episodes where reward is not null "
+    "select run_id, count(*) as n, round(avg(reward), 9) as reward from episodes where reward is not null "
     "group by run_id order by run_id"
 )
 
