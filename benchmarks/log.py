@@ -305,7 +305,7 @@ def recovery(folder: Path, size_gb: float) -> None:
             f"{wall:.3f} ({cpu:.3f} CPU)",
             "<= 3 with the views",
         )
-    serving(path, files, size_gb, n)
+    serving(path, size_gb, n)
     begin, cpu = time.perf_counter(), time.process_time()
     total = sum(b.num_rows for b in DirectoryLog(path).read())
     wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
@@ -330,12 +330,13 @@ def recovery(folder: Path, size_gb: float) -> None:
     shutil.rmtree(path)
 
 
-def serving(path: Path, files: list[Path], size_gb: float, n: int) -> None:
+def serving(path: Path, size_gb: float, n: int) -> None:
     """Open that log as a server does: to append, and with every table ready to be asked. First the tables are made
     from nothing, which is the worst that a kill can leave; then they are there up to the last commit before it."""
     for name in ("tables lost", "tables kept"):
-        for file in files:
+        for file in [*path.rglob("*.log"), *path.rglob("*.parquet")]:  # an open book seals its older segments
             with open(file, "rb") as f:
+                os.fsync(f.fileno())
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin, cpu = time.perf_counter(), time.process_time()
         with open_book(path, writer="w") as book:
