@@ -40,9 +40,12 @@ test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest
 
-test-cluster: $(VENV)/dev.stamp  ## the launchers under a real Slurm and Ray of this machine, one training run under each (root, Debian)
-	command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
+$(VENV)/ray.stamp: pyproject.toml $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --editable '.[ray]'
+	@touch $@
+
+test-cluster: $(VENV)/ray.stamp  ## the launchers under a real Slurm and Ray of this machine, one training run under each (root, Debian)
+	command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
 	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
 
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
