@@ -155,6 +155,22 @@ async def test_anthropic_errors_have_its_shape_and_statuses():
         }
 
 
+async def test_what_nobody_foresaw_has_the_vendors_shape_too(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise TypeError("nobody foresaw this")
+
+    async with serving(lambda _: said("no")) as served:
+        started = await served.client.start_session("t1")
+        monkeypatch.setattr(served.service.calls, "begin", fail)
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=started.api_key, max_retries=0) as sdk:
+            with pytest.raises(anthropic.InternalServerError, match="its log says why") as theirs:
+                await sdk.messages.create(model="m", max_tokens=5, messages=HELLO)
+        assert theirs.value.body["error"]["type"] == "api_error"
+        async with openai.AsyncOpenAI(base_url=served.base_url, api_key=started.api_key, max_retries=0) as sdk:
+            with pytest.raises(openai.InternalServerError, match="its log says why"):
+                await sdk.chat.completions.create(model="m", messages=HELLO)
+
+
 async def test_the_model_list_suits_both_vendors():
     async with serving(lambda _: said("no")) as served:
         started = await served.client.start_session("t1")

@@ -244,6 +244,13 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         wrong = error
         status, refusal = dialect.refuse(error)
         await answer(send, status, refusal, error_headers(error))
+    except Exception as error:
+        if client is not None and client.call.request.is_stream:
+            raise  # the answer may have begun; the connection is cut
+        _log.error("a model call failed in a way that nobody foresaw", exc_info=error)
+        wrong = ProxyError("the server failed; its log says why")
+        status, refusal = dialect.refuse(wrong)
+        await answer(send, status, refusal, error_headers(wrong))
     finally:
         if client is not None:
             service.calls.finish(client)
