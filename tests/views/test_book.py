@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.store import BookBusy, BookNotFound, DirectoryLog, EpisodeClosed, EpisodeOpened, Messages, RewardGiven
+from rollbook.store import (
+    BookBusy,
+    BookNotFound,
+    DirectoryLog,
+    EpisodeClosed,
+    EpisodeOpened,
+    Messages,
+    QueryRefused,
+    RewardGiven,
+)
 from rollbook.store.book import open_book
 from rollbook.store.events import encode_messages
 from rollbook.store.views import Views
@@ -115,3 +124,16 @@ def test_an_episode_is_read_as_the_model_saw_it(tmp_path: Path) -> None:
             book.load(["nobody"])
         with pytest.raises(KeyError, match="nobody"):
             book.episode("nobody")
+
+
+@pytest.mark.parametrize(
+    "query", ["delete from events", "update episodes set state = 'lost' returning episode_id", "drop table rewards"]
+)
+def test_a_query_writes_nothing(query: str, tmp_path: Path) -> None:
+    with open_book(tmp_path / "book", writer="proxy") as book:
+        book.log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="e"))
+        book.catch_up()
+        with pytest.raises(QueryRefused, match="append events"):
+            book.sql(query)
+        assert book.sql("select state from episodes").to_pylist() == [{"state": "open"}]
+        assert book.sql("select count(*) n from rewards").to_pylist() == [{"n": 0}]

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import DirectoryLog, read_manifest
 from .episodes import Episode, EpisodeRows, Interaction
-from .errors import BadSelection, BookBusy
+from .errors import BadSelection, BookBusy, QueryRefused
 from .events import Event, RewardGiven
 from .log import Log
 from .relations import named_relations, read_tokens, read_tool_calls
@@ -60,7 +61,7 @@ class Book:
         """Run one trusted query on the views; `tables` are there under their names. `sql.py` is for untrusted ones.
 
         A SELECT that names `tokens` or `tool_calls` gets them from the log, whole. Raises BadSelection where `tokens`
-        would be more than MAX_TOKENS rows.
+        would be more than MAX_TOKENS rows, QueryRefused for what would write: the tables say what the log says.
         """
         named = named_relations(query) - tables.keys()
         if "tokens" in named:
@@ -70,8 +71,16 @@ class Book:
         with self.views.cursor() as cursor:
             for name, table in tables.items():
                 cursor.register(name, table)
-            relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
-            return pa.table({}) if relation is None else relation.to_arrow_table()
+            cursor.execute("begin transaction read only")
+            try:
+                relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
+                return pa.table({}) if relation is None else relation.to_arrow_table()
+            except duckdb.Error as error:
+                if "read-only" in str(error):
+                    raise QueryRefused(
+                        "the tables are computed from the log and only read here; append events to change what they say"
+                    ) from error
+                raise
 
     def select(self, selection: Selection) -> pa.Table:
         """The rows of a selection, groups together; columns in `selection.select_query`. Raises BadSelection."""
