@@ -199,6 +199,20 @@ async def test_an_agent_cannot_end_the_program_nor_cancel_its_neighbours():
     assert "cancelled itself" in episodes[1].reason
 
 
+async def test_a_panic_of_an_extension_is_one_episodes_failure():
+    class Panic(BaseException):
+        """As Rust extensions raise it."""
+
+    async def agent(data):
+        if data["x"] == 0:
+            raise Panic("out of bounds")
+        return 1.0
+
+    episodes = await runner(agent).run(TASKS)
+    assert [e.state for e in episodes] == ["failed", "done", "done"]
+    assert "Panic: out of bounds" in episodes[0].reason
+
+
 async def test_failed_samples_are_tried_again_with_their_attempt_number():
     tried = []
 

@@ -290,6 +290,10 @@ class Runner:
             return await self.workflow.run(task.row, session)
         except SystemExit as error:
             raise AgentStopped(f"the agent tried to end the program with exit code {error.code}") from error
+        except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a panic of a Rust extension, say: of this episode, not of the run
+            raise AgentStopped(f"the agent raised {type(error).__name__}: {error}") from error
         finally:
             if os.getpid() != pid:
                 os._exit(0)  # the agent forked, and its child came back here
