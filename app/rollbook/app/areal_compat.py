@@ -87,7 +87,9 @@ def load_expr_config(argv: Sequence[str], config_cls: type[C]) -> tuple[C, str]:
         _log.warning("%s: these settings have no meaning here and are left out: %s", path, ", ".join(sorted(unknown)))
     for note in notes:
         _log.warning("%s: %s", path, note)
-    return to_config(kept, config_cls, path), path
+    config = to_config(kept, config_cls, path)
+    config.tokenizer_path = config.tokenizer_path or config.actor.path  # scripts load it themselves
+    return config, path
 
 
 def load_hf_tokenizer(path: str) -> Any:
