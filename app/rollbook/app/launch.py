@@ -6,6 +6,7 @@ the limit on them, logs and the end are the same for every scheduler and stand h
 Programs end when whoever launched them ends, however it ends.
 """
 
+import abc
 import contextlib
 import json
 import os
@@ -344,7 +345,7 @@ class Supervised:
         return f"{name} ... {how}" + ("" if self._has_answered.is_set() else " before it answered")
 
 
-class Supervisor:
+class Supervisor(abc.ABC):
     """What the launchers share: see `Launcher`. One that adds `submit` is one."""
 
     keeps_ports = False  # whether a restart can have the port it had
@@ -355,9 +356,9 @@ class Supervisor:
         self.lost_s = lost_s
         self._programs: list[Supervised] = []
 
+    @abc.abstractmethod
     def submit(self, jobs: Sequence[Job]) -> Sequence[Ticket]:
         """Hand programs that are alike over to the scheduler. Raises LaunchFailed, and nothing is left running."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

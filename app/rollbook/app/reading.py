@@ -166,32 +166,24 @@ def verify_book(book_path: str, out: Console, *, is_json: bool = False) -> bool:
 
 def find_episode(book: Book, name: str) -> str:
     """The id that begins with `name`, or the newest episode for `last`. Raises StoreError."""
-    if name == "last":
-        found = book.sql("select episode_id from episodes order by opened_at desc limit 1")
-    else:
-        found = book.sql("select episode_id from episodes where starts_with(episode_id, ?) limit 3", [name])
-    ids: list[str] = found["episode_id"].to_pylist()
-    if len(ids) != 1:
-        what = "no episode" if not ids else f"{', '.join(ids)}, ... all begin with it"
-        raise StoreError(
-            f"expected one episode that is or begins with {name!r}: {what}; `rollbook episodes` lists them"
-        )
-    return ids[0]
+    return _find(book, "episode", "opened_at", name, "`rollbook episodes` lists them")
 
 
 def find_interaction(book: Book, name: str) -> str:
     """The id that begins with `name`, or the newest interaction for `last`. Raises StoreError."""
+    help_ = "`rollbook show BOOK EPISODE --json` has the ids of an episode"
+    return _find(book, "interaction", "recorded_at", name, help_)
+
+
+def _find(book: Book, what: str, time: str, name: str, help_: str) -> str:
     if name == "last":
-        found = book.sql("select interaction_id from interactions order by recorded_at desc limit 1")
+        found = book.sql(f"select {what}_id as id from {what}s order by {time} desc limit 1")
     else:
-        found = book.sql("select interaction_id from interactions where starts_with(interaction_id, ?) limit 3", [name])
-    ids: list[str] = found["interaction_id"].to_pylist()
+        found = book.sql(f"select {what}_id as id from {what}s where starts_with({what}_id, ?) limit 3", [name])
+    ids: list[str] = found["id"].to_pylist()
     if len(ids) != 1:
-        what = "no interaction" if not ids else f"{', '.join(ids)}, ... all begin with it"
-        raise StoreError(
-            f"expected one interaction that is or begins with {name!r}: {what}; `rollbook show BOOK EPISODE --json` "
-            "has the ids of an episode"
-        )
+        came = f"no {what}" if not ids else f"{', '.join(ids)}, ... all begin with it"
+        raise StoreError(f"expected one {what} that is or begins with {name!r}: {came}; {help_}")
     return ids[0]
 
 
