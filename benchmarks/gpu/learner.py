@@ -174,7 +174,7 @@ class Bench:
             tie_word_embeddings=False,
         )
         self.shape._attn_implementation = NAME
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.n_parameters = 0
 
     # ---- works
@@ -333,12 +333,15 @@ class Bench:
             def both(attend: Callable[..., torch.Tensor], length: int) -> tuple[float, float]:
                 q, k, v = made(heads, length), made(key_heads, length), made(key_heads, length)
                 slope = torch.randn_like(q)
-                forward, out = self.timed(lambda: attend(q, k, v), 10, 3)
-                backward, _ = self.timed(lambda: torch.autograd.grad(out, (q, k, v), slope, retain_graph=True), 10, 3)
-                return forward, backward
+                forward, _ = self.timed(lambda: attend(q, k, v), 10, 3)
+                # A graph that was compiled gives its buffers away: it cannot be gone through twice.
+                whole, _ = self.timed(lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), slope), 10, 3)
+                return forward, whole - forward
 
-            found = {"flex": both(lambda q, k, v, mask=mask: _flex(q, k, v, mask, None, True), padded)}
-            for kernel in segments.ON_GPU:
+            found = {}
+            if self.device.type == "cuda":  # it has no backward pass on a CPU
+                found["flex"] = both(lambda q, k, v, mask=mask: _flex(q, k, v, mask, None, True), padded)
+            for kernel in segments.ON_GPU if self.device.type == "cuda" else (segments.PLAIN,):
                 if segments.error_of(kernel, *kind) < 0.02:
                     segments._chosen[kind] = kernel
                     found[kernel.name] = both(partial(segments.attend, plan=plan, scale=None), n)
@@ -431,7 +434,11 @@ class Bench:
             self.shape.architectures = ["LlamaForCausalLM"]
             self.shape.save_pretrained(path)
             config = self.config(
-                path=path, init_from_scratch=True, compile=self.options.compile, device=self.device.type
+                path=path,
+                init_from_scratch=True,
+                compile=self.options.compile,
+                device=self.device.type,
+                gather_once=not self.options.gather_often,
             )
             began = time.perf_counter()
             team = Team.start(2, device=self.device.type, log_folder=Path(path))
@@ -563,6 +570,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--peak", type=float, default=790e12, help="FLOP/s that a good matmul reaches")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s")
+    parser.add_argument("--gather-often", action="store_true", help="two: weights and gradients per micro-batch")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--quick", action="store_true", help="a small model and little work: does it run?")
     parser.add_argument("--out", type=Path, help="a JSON-lines file for the table's rows")

@@ -73,9 +73,9 @@ def step(backend: Any, rows: Rows, settings: ActorConfig, name: str = "grpo", **
     return learn(rows, actor=backend, algorithm=algorithm, config=settings, version=0, seed=0, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
-def test_loss_gradient_and_step_are_those_of_one_rank(team: Team, name: str) -> None:
-    settings = config(entropy_coef=0.01, kl_loss_coef=0.1)
+@pytest.mark.parametrize(("name", "once"), [("grpo", True), ("grpo", False), ("gspo", True), ("dapo", True)])
+def test_loss_gradient_and_step_are_those_of_one_rank(team: Team, name: str, once: bool) -> None:
+    settings = config(entropy_coef=0.01, kl_loss_coef=0.1, gather_once=once)
     one, many = pair(team, settings)
     refs = pair(team, settings, optimizer=None)
     for seed in range(2):  # the second step sees the moments of the first
@@ -88,6 +88,27 @@ def test_loss_gradient_and_step_are_those_of_one_rank(team: Team, name: str) -> 
         np.testing.assert_allclose(b.logprobs, a.logprobs, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(b.entropies, a.entropies, rtol=1e-12, atol=1e-12)
         same_weights(one, many)
+
+
+def collectives(many: Any, rows: Rows, settings: ActorConfig) -> tuple[int, int]:
+    """How often rank 0 gathered weights and summed gradients in a step."""
+    with torch.profiler.profile() as profiler:
+        step(many, rows, settings)
+    names = [event.name for event in profiler.events()]  # type: ignore[union-attr]
+    return names.count("c10d::_allgather_base_"), names.count("c10d::_reduce_scatter_base_")
+
+
+def test_weights_are_gathered_and_gradients_summed_once_a_step_where_memory_allows(team: Team) -> None:
+    rows, counts = random_rows(0, n_groups=8), {}
+    for once in (True, False):
+        settings = config(gather_once=once)
+        many = pair(team, settings)[1]
+        step(many, rows, settings)
+        counts[once] = collectives(many, rows, settings)
+    n = len(list(micro_batches(rows, max_tokens=30, ranks=team.size, hidden=16))) // team.size
+    assert n > 1
+    assert counts[True] == (3, 3)  # two layers and the rest
+    assert counts[False] == (n * 5, n * 3), counts
 
 
 def test_minibatches_and_a_critic_are_those_of_one_rank(team: Team) -> None:

@@ -83,6 +83,9 @@ class ModelConfig(Settings):
     disable_dropout: bool = True  # a learner that drops out disagrees with its own engine
     mb_spec: MicroBatchSpec = msgspec.field(default_factory=MicroBatchSpec)  # memory
     backend: str = "single"  # single: one process; fsdp:dN: N processes of a GPU each; ref and critic follow the actor
+    gather_once: bool | None = (
+        None  # several ranks: weights gathered and gradients summed once a step; null: where memory allows
+    )
     device: str = "auto"  # auto: the GPU if there is one
     compile: bool = False  # torch.compile the decoder layers
 

@@ -1,7 +1,8 @@
 """Several processes, each with a share of the weights and of the batch (FSDP2).
 
 Weights, moments and gradients are cut into as many shards as there are ranks (ZeRO-3); a layer is put together in the
-computing precision just before it is computed, its gradients are summed over the ranks in float32. The objective's
+computing precision just before it is computed, its gradients are summed over the ranks in float32. Where memory allows,
+weights stay together for all of a step's micro-batches and gradients are summed once, after the last. The objective's
 shares add up to the whole batch's, so nothing is averaged: N ranks compute the loss, the gradient and the step of one.
 
 A batch is dealt by what its tries cost, not by their number; every rank gets the same number, because the layers are
@@ -10,6 +11,7 @@ put together by all ranks at once. A rank gets its tries, and of the batch's arr
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -46,6 +48,10 @@ FILLER = Trie(
     entry_E=EMPTY,
 )
 """One token and nothing to learn: what a rank computes while the others have a micro-batch more."""
+
+
+ROOM = 1 / 8
+"""The part of a GPU's memory that whole weights and gradients may take, where the settings leave it open."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +159,55 @@ class Shard(SingleBackend):
             parameter.requires_grad_(parameter.requires_grad and is_trained)
             if not parameter.requires_grad:  # nobody adds to it: no wide copy is kept
                 parameter.data = parameter.data.to(self.dtype)
+        self.gathers_once = self._gathers_once(wide)
         settings: dict[str, Any] = {
+            "reshard_after_forward": not self.gathers_once,
             "mesh": init_device_mesh(self.device.type, (dist.get_world_size(),)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=wide, cast_forward_inputs=False),
         }
         decoder: Any = self.model.model.get_decoder()  # type: ignore[operator]
-        for layer in decoder.layers:
-            fully_shard(layer, **settings)
-        root: Any = fully_shard(self.model, **settings)
-        for module in [root, *decoder.layers]:
+        self._parts: list[Any] = [fully_shard(layer, **settings) for layer in decoder.layers]
+        root: Any = fully_shard(self.model, **{**settings, "reshard_after_forward": False})  # backward begins there
+        self._parts.insert(0, root)
+        for module in self._parts:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        for module, following in pairwise(self._parts):  # so that a layer is there when its turn comes
+            module.set_modules_to_forward_prefetch([following])
         self.model.to(self.device)
         self.model.compute_dtype = self.dtype
         self.masters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _gathers_once(self, wide: torch.dtype) -> bool:
+        if self.config.gather_once is not None or self.device.type != "cuda":
+            return self.config.gather_once is not False
+        size = sum(
+            parameter.numel() * (self.dtype.itemsize + (wide.itemsize if parameter.requires_grad else 0))
+            for parameter in self.model.parameters()
+        )
+        return size <= ROOM * torch.cuda.get_device_properties(self.device).total_memory
+
+    def _begin(self, *, is_last: bool) -> None:
+        if self.gathers_once:
+            root = self._parts[0]
+            root.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
+
+    def _cut(self) -> None:
+        """Forget whole weights: a pass without gradient leaves them, and those of the next step are others."""
+        for module in self._parts:
+            module.reshard()
+
+    def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
+        found = super().score(tries)
+        self._cut()
+        return found
+
+    def _canaries(self) -> list[dict[str, Any]]:
+        found = super()._canaries()
+        self._cut()
+        return found
 
     def _judge(
         self, objective: "Objective", trie: Trie, value_E: Tensor, entropy_E: Tensor
@@ -175,9 +216,8 @@ class Shard(SingleBackend):
             return value_E.sum() + 0.0 * entropy_E.sum(), {}
         return objective(trie, value_E, entropy_E)
 
-    def _clip(self, limit: float) -> float:
-        norm: Any = nn.utils.clip_grad_norm_(self.masters.values(), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    def _number(self, value: Tensor) -> float:
+        return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
     def save(self, folder: Path) -> None:
         dcp.save(self._state(), checkpoint_id=folder / "shards")

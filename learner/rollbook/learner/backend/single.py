@@ -148,7 +148,9 @@ class SingleBackend:
         found = _Found(has_entropies=self.model.value_head is None)
         totals: dict[str, Tensor] = {}
         self.model.train()
-        for trie in tries:
+        tries = list(tries)
+        for i, trie in enumerate(tries):
+            self._begin(is_last=i == len(tries) - 1)
             value_E, entropy_E = self.model(trie)
             found.add(trie, value_E, entropy_E)
             loss, report = self._judge(objective, trie, value_E, entropy_E)
@@ -156,6 +158,9 @@ class SingleBackend:
             for name, value in {"loss": loss.detach(), **report}.items():
                 totals[name] = totals[name] + value if name in totals else value
         return Pass({name: float(value) for name, value in totals.items()}, *found.arrays())
+
+    def _begin(self, *, is_last: bool) -> None:
+        """A micro-batch is about to be computed."""
 
     def _judge(
         self, objective: "Objective", trie: Trie, value_E: Tensor, entropy_E: Tensor
@@ -178,8 +183,15 @@ class SingleBackend:
         return {"grad_norm": norm, "lr": lr, "is_skipped": float(not math.isfinite(norm))}
 
     def _clip(self, limit: float) -> float:
-        """The gradient's norm before it is cut to the limit."""
-        return float(nn.utils.clip_grad_norm_(self.masters.values(), limit))
+        """The gradient's norm before it is cut to the limit. What is below it is not touched."""
+        found = nn.utils.get_total_norm([m.grad for m in self.masters.values() if m.grad is not None])
+        norm = self._number(found)
+        if norm > limit:
+            nn.utils.clip_grads_with_norm_(self.masters.values(), limit, found)
+        return norm
+
+    def _number(self, value: Tensor) -> float:
+        return float(value)
 
     @torch.no_grad()
     def _copy_down(self) -> None:

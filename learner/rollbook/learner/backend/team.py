@@ -12,6 +12,7 @@ A rank that dies ends the run with one sentence; what the others were computing 
 
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -76,13 +77,13 @@ class Team:
 
     def run(self, name: str, method: str, shares: Sequence[tuple[Any, ...]]) -> list[Any]:
         """`shard.method(*shares[rank])` on every rank; the answers in the order of ranks. Raises RankLost."""
-        orders = [(name, method, share) for share in shares]
         with _lost(self._children):
-            mine: list[Any] = [None]
-            dist.scatter_object_list(mine, orders, src=0, group=self._group)
-            answer = _obey(self._shards, mine[0], self.device)
-            answers: list[Any] = [None] * self.size
-            dist.gather_object(answer, answers, dst=0, group=self._group)
+            # Orders travel while this rank is at work on its own.
+            posts = [_Post((name, method, share), rank, self._group) for rank, share in enumerate(shares) if rank]
+            answers = [_obey(self._shards, (name, method, shares[0]), self.device)]
+            answers += [_taken(rank, self._group) for rank in range(1, self.size)]
+            for post in posts:
+                post.wait()
         return answers
 
     def close(self) -> None:
@@ -91,7 +92,8 @@ class Team:
             return
         self._is_closed = True
         if sys.exc_info()[0] is None and all(child.is_alive() for child in self._children):
-            dist.scatter_object_list([None], [("", "stop", ())] * self.size, src=0, group=self._group)
+            for rank in range(1, self.size):
+                _Post(("", "stop", ()), rank, self._group).wait()
             for child in self._children:
                 child.wait(20)
         for child in self._children:
@@ -229,13 +231,35 @@ def _follow(rank: int, device: torch.device) -> None:
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     shards: dict[str, Any] = {}
     while True:
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, None, src=0, group=group)
-        if mine[0][1] == "stop":
+        order = _taken(0, group)
+        if order[1] == "stop":
             break
-        dist.gather_object(_obey(shards, mine[0], device), None, dst=0, group=group)
+        _Post(_obey(shards, order, device), 0, group).wait()
     shards.clear()
     dist.destroy_process_group()
+
+
+class _Post:
+    """An object on its way to another rank."""
+
+    def __init__(self, value: Any, rank: int, group: Any) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+        self._tensors = (torch.tensor([len(data)]), data)  # must live until they have gone
+        self._works = [dist.isend(tensor, group=group, group_dst=rank) for tensor in self._tensors]
+
+    def wait(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
+
+
+def _taken(rank: int, group: Any) -> Any:
+    """The next object from another rank."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, group=group, group_src=rank)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(data, group=group, group_src=rank)
+    return pickle.loads(data.numpy().data)
 
 
 def _obey(shards: dict[str, Any], order: tuple[str, str, tuple[Any, ...]], device: torch.device) -> Any:
