@@ -67,7 +67,7 @@ def events() -> st.SearchStrategy[Event]:
             fact=st.builds(EpisodeOpened, task_id=texts, group_id=st.none() | texts, attempt=small),
         ),
         st.builds(_event, episode_id=ids, fact=st.builds(EpisodeClosed, state=st.just("done"), reason=texts)),
-        st.builds(_event, episode_id=ids, fact=st.builds(RewardGiven, value=finite, name=texts)),
+        st.builds(_event, episode_id=ids, fact=st.builds(RewardGiven, value=finite, name=texts.filter(bool))),
         st.builds(
             _event,
             fact=st.builds(

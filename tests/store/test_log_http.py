@@ -85,7 +85,7 @@ def test_a_body_that_is_no_events_is_refused_by_name(url: str) -> None:
         (good[: len(good) // 2], "expected an Arrow IPC stream of events"),
         (sink.getvalue().to_pybytes(), "expected an Arrow stream with the columns position, event_id"),
         (encode_stream([odd_kind]), "unknown kind 'Invented'"),
-        (encode_stream([odd_fact]), "the payload of an event is no such fact"),
+        (encode_stream([odd_fact]), "the payload of an event is no InteractionRecorded"),
     ):
         answer = post(url, "/events", body)
         assert answer.status_code == 400

@@ -143,8 +143,8 @@ def test_what_a_log_would_refuse_is_found(tmp_path: Path) -> None:
     child = InteractionRecorded(parent_id=good.interaction_id, edge="extends", shared=99, prompt_length=149)
     replace = msgspec.structs.replace
     cases = {
-        "50 versions but 49 logprobs": replace(good, logprobs=np.zeros(49, np.float32)),
-        "prompt_length 7 is not shared 0 + 50 prompt_ids": replace(good, fact=InteractionRecorded(prompt_length=7)),
+        "50 output_ids but 49 logprobs": replace(good, logprobs=np.zeros(49, np.float32)),
+        "prompt_length 7 is not shared 0 + prompt_ids 50": replace(good, fact=InteractionRecorded(prompt_length=7)),
         "does not share all of its parent's path": replace(interaction(), fact=child),
         "its parent is not in the book": replace(
             interaction(), fact=InteractionRecorded(parent_id="gone", shared=1, prompt_length=51)

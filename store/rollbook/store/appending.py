@@ -15,9 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
+
 from . import rows
 from .errors import BadEvent, LogClosed, LogWriteFailed
-from .events import Event, check
+from .events import Event, from_batch
 
 APPEND_BYTES = (1 << 31) - (32 << 20)  # of one append: Arrow's offsets have 31 bits, and others share its commit
 WRITER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -120,26 +122,61 @@ class Appending:
         _log.error("%s", message)
 
 
-def number(
-    requests: Sequence[Request], first: int, find: Callable[[bytes], int | None]
-) -> tuple[list[rows.Row], dict[bytes, int]]:
-    """Give each event its position: a known one by `find`, else the next from `first` on.
+class Numbering:
+    """Gives each event of a commit its position: a known one by `find`, else the next from `first` on.
 
-    Returns the rows that are new, in order, and event id -> position of them.
+    stored: the event at a known position, one row. An id that is there with other content is refused.
     """
-    fresh: list[rows.Row] = []
-    taken: dict[bytes, int] = {}
-    for request in requests:
-        for row in request.rows:
-            id_ = row[1]
-            position = find(id_)
-            if position is None:
-                position = taken.get(id_)
-            if position is None:
-                position = taken[id_] = first + len(fresh)
-                fresh.append(row)
-            request.positions.append(position)
-    return fresh, taken
+
+    def __init__(
+        self, first: int, find: Callable[[bytes], int | None], stored: Callable[[int], pa.RecordBatch]
+    ) -> None:
+        self._first = first
+        self._find = find
+        self._stored = stored
+        self.fresh: list[rows.Row] = []  # those that are new, in order
+        self.taken: dict[bytes, int] = {}  # event id -> position of them
+
+    def take(self, events: Sequence[rows.Row]) -> list[int]:
+        """The positions of the events of one append. Raises BadEvent, and then has taken none of them."""
+        n = len(self.fresh)
+        positions: list[int] = []
+        try:
+            for row in events:
+                id_ = row[1]
+                position = self._find(id_)
+                if position is not None:
+                    (event,) = from_batch(self._stored(position))
+                    _refuse_other(row, rows.encode(event), position)
+                elif (position := self.taken.get(id_)) is not None:
+                    _refuse_other(row, self.fresh[position - self._first], position)
+                else:
+                    position = self.taken[id_] = self._first + len(self.fresh)
+                    self.fresh.append(row)
+                positions.append(position)
+        except BadEvent:
+            for row in self.fresh[n:]:
+                del self.taken[row[1]]
+            del self.fresh[n:]
+            raise
+        return positions
+
+    def take_all(self, requests: Sequence[Request]) -> None:
+        """Give every request its positions, or its error."""
+        for request in requests:
+            try:
+                request.positions = self.take(request.rows)
+            except BadEvent as error:
+                request.error = error
+
+
+def _refuse_other(row: rows.Row, stored: rows.Row, position: int) -> None:
+    column = rows.difference(row, stored)
+    if column is not None:
+        raise BadEvent(
+            f"event {row[1].hex()} is already at position {position}, and with another {column}; what is written "
+            "stays: append the same event again, or a new one under an id of its own"
+        )
 
 
 def answer(requests: Sequence[Request]) -> None:
@@ -161,9 +198,7 @@ def _request(
     loop: asyncio.AbstractEventLoop | None,
 ) -> Request:
     """Raises BadEvent."""
-    for event in events:
-        check(event)
-    encoded = [rows.encode(event) for event in events]
+    encoded = [rows.admit(event) for event in events]
     size = sum(map(rows.size_bytes, encoded))
     if size > APPEND_BYTES:
         raise BadEvent(f"one append of {size} bytes, the most is {APPEND_BYTES}; append fewer events at once")

@@ -35,7 +35,7 @@ import pyarrow as pa
 
 from . import frames, rows
 from ._version import __version__
-from .appending import WRITER_NAME, Appending, Request, answer, number
+from .appending import WRITER_NAME, Appending, Numbering, Request, answer
 from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
 from .events import SCHEMA
 from .log import START, Cursor, TokenPlaces, advance
@@ -353,11 +353,17 @@ class DirectoryLog(Appending):
         """Give positions to what is new, and the bytes to write."""
         chain = self._chains[self._writer or ""]
         first = chain.next
-        fresh, taken = number(requests, first, self._seen.find)
+        numbering = Numbering(first, self._seen.find, self._stored)
+        numbering.take_all(requests)
+        fresh, taken = numbering.fresh, numbering.taken
         if not fresh:
             return _Commit(requests, taken, [])
         message = rows.message(fresh, chain.writer, first)
         return _Commit(requests, taken, frames.encode(message, len(fresh), first, min(taken), max(taken)))
+
+    def _stored(self, position: int) -> pa.RecordBatch:
+        first, batch, _ = self._frame_at(self._writer or "", position)
+        return batch.slice(position - first, 1)
 
     def _roll(self) -> Segment:
         chain = self._chains[self._writer or ""]

@@ -15,7 +15,7 @@ reply, and then `messages.request`.
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +30,14 @@ SCHEMA_VERSION = 1
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
+Integer = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+"""Any number that a fact has: as large as the tables' columns are."""
+
 Edge = Literal["extends", "rerendered", "compacts", "retries"]
 EpisodeState = Literal["done", "failed", "abandoned", "lost"]
+
+END_OF_TIME = 253_402_300_800_000_000
+"""The first microsecond of the year 10000: later times are none to Python, and break DuckDB's sums of them."""
 
 SCHEMA = pa.schema(
     [
@@ -85,9 +91,9 @@ class EpisodeOpened(Fact, frozen=True, kw_only=True):
 
     task_id: str
     group_id: str | None = None  # the episodes drawn together for one task
-    attempt: int = 1
+    attempt: Integer = 1
     is_eval: bool = False
-    version: int | None = None  # policy version when it began
+    version: Integer | None = None  # policy version when it began
     task: dict[str, Any] | None = None  # the dataset row, where it is small enough to keep
     key_sha256: str | None = None  # of the session key; never the key
     origin_interaction_id: str | None = None  # continued from this node of another episode
@@ -99,8 +105,8 @@ class InteractionRecorded(Fact, frozen=True, kw_only=True):
     parent_id: str | None = None
     edge: Edge | None = None  # None for a root
     cause: str | None = None  # why the edge is not `extends`, in words that group well
-    shared: int = 0  # tokens of the prompt that are the first ones of the parent's path
-    prompt_length: int  # tokens of the whole prompt
+    shared: Integer = 0  # tokens of the prompt that are the first ones of the parent's path
+    prompt_length: Integer  # tokens of the whole prompt
     prefix_hash: str | None = None  # hex, chain over the canonical request messages
     reply_hash: str | None = None  # hex, the same chain carried over the reply
     dialect: str = "chat"
@@ -111,7 +117,7 @@ class InteractionRecorded(Fact, frozen=True, kw_only=True):
     finish_reason: str | None = None
     is_trainable: bool = True
     capture: Literal["complete", "incomplete"] = "complete"
-    delivered: int | None = None  # output tokens that reached the client, where it left early
+    delivered: Integer | None = None  # output tokens that reached the client, where it left early
     request_sha256: str | None = None  # of the body as it came
     idempotency_key: str | None = None  # the client's name for the call: a retry by that name gets this answer
     origin_id: str | None = None  # answered from the record: the interaction of the forked episode that it repeats
@@ -124,7 +130,7 @@ class InteractionFailed(Fact, frozen=True, kw_only=True):
 
     error: str
     message: str
-    status: int
+    status: Integer
     dialect: str = "chat"
     parent_id: str | None = None
 
@@ -136,8 +142,8 @@ class RewardGiven(Fact, frozen=True, kw_only=True):
     name: str = "reward"
     weight: float = 1.0
     source: str = "agent"  # who judged: agent, client, a function's id + version + hash
-    start: int | None = None  # span of output tokens [start, end)
-    end: int | None = None
+    start: Integer | None = None  # span of output tokens [start, end)
+    end: Integer | None = None
     details: dict[str, Any] | None = None
 
 
@@ -151,10 +157,10 @@ class EpisodeClosed(Fact, frozen=True, kw_only=True):
 class PolicyPublished(Fact, frozen=True, kw_only=True):
     """Weights got a version. Version 0 is the model that the run began with."""
 
-    version: int
+    version: Integer
     path: str
     policy: str = "default"
-    step: int = 0
+    step: Integer = 0
 
 
 class BatchRow(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -170,25 +176,25 @@ class BatchTaken(Fact, frozen=True, kw_only=True):
     """A learner took a batch. With this event the batch can be built again, byte for byte."""
 
     batch_id: str
-    step: int
-    version: int  # of the learner's weights when it was taken
+    step: Integer
+    version: Integer  # of the learner's weights when it was taken
     rows: list[BatchRow]
     selection: dict[str, Any] = {}
-    discarded: dict[str, int] = {}  # reason -> episodes left out
+    discarded: dict[str, Integer] = {}  # reason -> episodes left out
 
 
 class BatchTrained(Fact, frozen=True, kw_only=True):
     """The step over that batch is in the weights that follow."""
 
     batch_id: str
-    step: int
-    metrics: dict[str, float] = {}
+    step: Integer
+    metrics: dict[str, float | None] = {}  # None: not known; a NaN is recorded as that
 
 
 class TokensScored(Fact, frozen=True, kw_only=True):
     """Logprobs (and entropies) of an interaction's output under other weights than those that sampled it."""
 
-    version: int | None = None  # of the run, where the weights are one of its policies
+    version: Integer | None = None  # of the run, where the weights are one of its policies
     scorer: str = "learner"
     batch_id: str | None = None
     weights_sha256: str | None = None  # of the weights' files, where they were read from a folder
@@ -226,14 +232,11 @@ class Messages(msgspec.Struct, frozen=True, omit_defaults=True):
     reply: dict[str, Any]
     tools: list[dict[str, Any]] | None = None
     resent: dict[str, Any] | None = None
-    kept: int | None = None
-
-
-_NO_INTS: Int32s = np.empty(0, np.int32)
+    kept: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Envelope, fact and columns. Build with keywords; `check` runs in every log before the event is taken."""
+    """Envelope, fact and columns. Build with keywords; every log takes it through `rows.admit`."""
 
     run_id: str
     fact: Fact
@@ -253,57 +256,76 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
         return type(self.fact).__name__
 
 
-def check(event: Event) -> None:
-    """Refuse an event that would make the book lie. Raises BadEvent, by name and lengths."""
-    if len(event.event_id) != 16:
-        raise BadEvent(f"event_id must be 16 bytes, got {len(event.event_id)}; use new_event_id()")
-    if event.kind not in KINDS:
-        raise BadEvent(f"unknown kind {event.kind!r}; expected one of {', '.join(KINDS)}")
-    if not event.run_id:
-        raise BadEvent(f"{event.kind} needs a run_id; an empty one came")
-    fact = event.fact
+class Lengths(NamedTuple):
+    """Of an event's list columns; None for one that is not there."""
+
+    prompt_ids: int | None = None
+    output_ids: int | None = None
+    logprobs: int | None = None
+    versions: int | None = None
+    entropies: int | None = None
+
+
+def check(
+    fact: Fact, run_id: str, episode_id: str | None, interaction_id: str | None, recorded_at: int, lengths: Lengths
+) -> None:
+    """Refuse what would make the book lie. The one set of rules: `rows.admit` asks before an event is taken, `verify`
+    of those that are there, both of the fact as it is read. Raises BadEvent, by name and lengths."""
+    kind = type(fact).__name__
+    if not run_id:
+        raise BadEvent(f"{kind} needs a run_id; an empty one came")
+    if episode_id == "" or interaction_id == "":
+        raise BadEvent(f"{kind} has an empty episode_id or interaction_id; give its id, or None where it has none")
+    if not 0 <= recorded_at < END_OF_TIME:
+        raise BadEvent(f"recorded_at is microseconds since 1970, before the year 10000; got {recorded_at}")
     if isinstance(fact, InteractionRecorded):
-        if event.interaction_id is None or event.episode_id is None:
+        if interaction_id is None or episode_id is None:
             raise BadEvent("InteractionRecorded needs an episode_id and an interaction_id")
-        output = _NO_INTS if event.output_ids is None else event.output_ids
-        prompt = _NO_INTS if event.prompt_ids is None else event.prompt_ids
-        for name, column in (("logprobs", event.logprobs), ("versions", event.versions)):
-            have = 0 if column is None else len(column)
-            if have != len(output):
-                raise BadEvent(
-                    f"interaction {event.interaction_id}: {len(output)} output_ids but {have} {name}; "
-                    "each output token needs its own"
-                )
-        if fact.shared < 0 or fact.shared + len(prompt) != fact.prompt_length:
+        n_prompt, n_output = lengths.prompt_ids or 0, lengths.output_ids or 0
+        if (lengths.logprobs or 0) != n_output or (lengths.versions or 0) != n_output:
+            name, n = ("logprobs", lengths.logprobs or 0)
+            if n == n_output:
+                name, n = ("versions", lengths.versions or 0)
             raise BadEvent(
-                f"interaction {event.interaction_id}: prompt_length {fact.prompt_length} is not "
-                f"shared {fact.shared} + prompt_ids {len(prompt)}"
+                f"interaction {interaction_id}: {n_output} output_ids but {n} {name}; each output token needs its own"
+            )
+        if lengths.entropies is not None and lengths.entropies != n_output:
+            raise BadEvent(
+                f"interaction {interaction_id}: {n_output} output_ids but {lengths.entropies} entropies; "
+                "give one for each, or none at all"
+            )
+        if fact.shared < 0 or fact.shared + n_prompt != fact.prompt_length:
+            raise BadEvent(
+                f"interaction {interaction_id}: prompt_length {fact.prompt_length} is not "
+                f"shared {fact.shared} + prompt_ids {n_prompt}"
             )
         if fact.shared and fact.parent_id is None:
-            raise BadEvent(f"interaction {event.interaction_id}: shares {fact.shared} tokens but names no parent")
+            raise BadEvent(f"interaction {interaction_id}: shares {fact.shared} tokens but names no parent")
     elif isinstance(fact, TokensScored):
-        if event.logprobs is None or event.interaction_id is None:
+        if lengths.logprobs is None or interaction_id is None:
             raise BadEvent("TokensScored needs an interaction_id and logprobs")
-        if event.entropies is not None and len(event.entropies) != len(event.logprobs):
+        if lengths.entropies is not None and lengths.entropies != lengths.logprobs:
             raise BadEvent(
-                f"TokensScored of {event.interaction_id}: {len(event.logprobs)} logprobs "
-                f"but {len(event.entropies)} entropies"
+                f"TokensScored of {interaction_id}: {lengths.logprobs} logprobs but {lengths.entropies} entropies"
             )
     elif isinstance(fact, RewardGiven):
-        if event.episode_id is None:
+        if episode_id is None:
             raise BadEvent("RewardGiven needs an episode_id")
-        if not np.isfinite(fact.value):
-            raise BadEvent(f"reward {fact.name!r} must be a finite number, got {fact.value}")
-        if (fact.start is None) != (fact.end is None) or (
-            fact.start is not None and fact.end is not None and not 0 <= fact.start < fact.end
-        ):
-            raise BadEvent(f"reward span must be 0 <= start < end, got [{fact.start}, {fact.end})")
-    elif isinstance(fact, EpisodeOpened | EpisodeClosed) and event.episode_id is None:
-        raise BadEvent(f"{event.kind} needs an episode_id")
+        if not fact.name:
+            raise BadEvent("RewardGiven needs a name; an empty one came")
+        if fact.start is not None or fact.end is not None:
+            if fact.start is None or fact.end is None or not 0 <= fact.start < fact.end:
+                raise BadEvent(f"reward span must be 0 <= start < end, got [{fact.start}, {fact.end})")
+            if interaction_id is None:
+                raise BadEvent(f"the span [{fact.start}, {fact.end}) needs an interaction_id: whose tokens are judged")
+    elif isinstance(fact, EpisodeOpened | EpisodeClosed | InteractionFailed) and episode_id is None:
+        raise BadEvent(f"{kind} needs an episode_id")
 
 
 _encoder = msgspec.json.Encoder()
 _decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
+_messages = msgspec.json.Decoder(Messages)
+_UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def encode_messages(messages: Messages) -> bytes:
@@ -312,8 +334,11 @@ def encode_messages(messages: Messages) -> bytes:
 
 
 def decode_messages(text: str | bytes) -> Messages:
-    """Reverse of `encode_messages`."""
-    return msgspec.json.decode(text, type=Messages)
+    """Reverse of `encode_messages`. Raises BadEvent."""
+    try:
+        return _messages.decode(text)
+    except _UNREADABLE as error:
+        raise BadEvent(f"messages are no JSON with request and reply: {error}") from error
 
 
 def encode_fact(fact: Fact) -> bytes:
@@ -322,11 +347,15 @@ def encode_fact(fact: Fact) -> bytes:
 
 
 def decode_fact(kind: str, payload: str | bytes) -> Fact:
-    """Reverse of `encode_fact`. Unknown fields are ignored: an older reader survives a newer writer's extras."""
+    """Reverse of `encode_fact`. Unknown fields are ignored: an older reader survives a newer writer's extras. Raises
+    BadEvent."""
     decoder = _decoders.get(kind)
     if decoder is None:
         raise BadEvent(f"unknown kind {kind!r}; expected one of {', '.join(KINDS)}")
-    return decoder.decode(payload)
+    try:
+        return decoder.decode(payload)
+    except _UNREADABLE as error:
+        raise BadEvent(f"the payload of an event is no {kind}: {error}") from error
 
 
 def _row(column: pa.ListArray, i: int) -> Any:

@@ -39,7 +39,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import rows
-from .appending import Appending, Request, answer, number
+from .appending import Appending, Numbering, Request, answer
 from .directory import LAKE_FORMAT, read_manifest, write_manifest
 from .errors import BookBusy, BookNotFound, LogCorrupt, StoreError
 from .events import SCHEMA
@@ -245,13 +245,15 @@ class LakeLog(Appending):
     def _commit(self, con: duckdb.DuckDBPyConnection, requests: list[Request]) -> None:
         """One file and one transaction for all of these."""
         first = self._next
-        fresh, taken = number(requests, first, partial(self._find, con))
+        numbering = Numbering(first, partial(self._find, con), partial(self._stored, con))
+        numbering.take_all(requests)
+        fresh = numbering.fresh
         if not fresh:
             return
         batch = rows.decode(b"".join(rows.message(fresh, self._writer or "", first)))
         self._publish(con, pa.Table.from_batches([batch], SCHEMA), first)
         self._next = first + len(fresh)
-        self._recent.update(taken)
+        self._recent.update(numbering.taken)
         while len(self._recent) > _RECENT_IDS:
             self._newest = max(self._newest, self._recent.popitem(last=False)[0])
 
@@ -264,6 +266,10 @@ class LakeLog(Appending):
             "select position from lake.events where writer = ? and event_id = ?", [self._writer, event_id]
         ).fetchone()
         return None if found is None else int(found[0])
+
+    def _stored(self, con: duckdb.DuckDBPyConnection, position: int) -> pa.RecordBatch:
+        (batch,) = self._range(con, self._writer or "", position, position + 1)
+        return batch
 
     def _publish(self, con: duckdb.DuckDBPyConnection, table: pa.Table, first: int) -> None:
         folder = Path(self._lake.data) / "events"

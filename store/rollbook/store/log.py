@@ -42,8 +42,8 @@ class Log(Protocol):
         """Make events durable, all or none, and return their positions.
 
         An event_id that this writer has appended before keeps its first position and changes nothing. Raises
-        BadEvent (nothing is written), LogClosed, LogWriteFailed (nothing is acknowledged, the log stops).
-        Cancelling the caller does not undo the append.
+        BadEvent (also for such an id with other content; nothing of this append is written), LogClosed,
+        LogWriteFailed (nothing is acknowledged, the log stops). Cancelling the caller does not undo the append.
         """
         ...
 

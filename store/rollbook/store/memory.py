@@ -10,10 +10,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 import anyio
 import pyarrow as pa
 
+from .appending import Numbering
 from .errors import LogClosed
-from .events import SCHEMA, Event, check
+from .events import SCHEMA, Event
 from .log import START, Cursor, TokenPlaces, advance
-from .rows import to_batch, token_places_of
+from .rows import admit, decode, message, token_places_of
 
 
 class MemoryLog:
@@ -40,26 +41,22 @@ class MemoryLog:
         return self.append_blocking(*events)
 
     def append_blocking(self, *events: Event) -> list[int]:
-        for event in events:
-            check(event)
+        admitted = [admit(event) for event in events]
         with self._lock:
             if self._is_closed:
                 raise LogClosed(f"log of writer {self._writer!r} is closed; open the book again to append")
-            fresh: list[Event] = []
-            taken: dict[bytes, int] = {}
-            positions: list[int] = []
-            for event in events:
-                position = self._seen.get(event.event_id, taken.get(event.event_id))
-                if position is None:
-                    position = taken[event.event_id] = self._next + len(fresh)
-                    fresh.append(event)
-                positions.append(position)
-            if fresh:
-                batch = to_batch(fresh, writer=self._writer, first_position=self._next)
+            numbering = Numbering(self._next, self._seen.get, self._stored)
+            positions = numbering.take(admitted)
+            if numbering.fresh:
+                batch = decode(b"".join(message(numbering.fresh, self._writer, self._next)))
                 self._book[self._writer].append(batch)
-                self._next += len(fresh)
-                self._seen.update(taken)
+                self._next += len(numbering.fresh)
+                self._seen.update(numbering.taken)
             return positions
+
+    def _stored(self, position: int) -> pa.RecordBatch:
+        first, batch = self._batch_at(self._writer, position)
+        return batch.slice(position - first, 1)
 
     def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
         for writer in list(self._book):

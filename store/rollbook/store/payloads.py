@@ -5,7 +5,7 @@ payload has beyond them is ignored, as `events.decode_fact` does.
 """
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -15,10 +15,10 @@ _PLAIN = {str: "VARCHAR", int: "INTEGER", float: "DOUBLE", bool: "BOOLEAN"}
 
 
 def _bare(kind: Any) -> Any:
-    """The type without `| None`."""
+    """The type without `| None` and without its limits."""
     if get_origin(kind) in (Union, types.UnionType):
         (kind,) = (one for one in get_args(kind) if one is not types.NoneType)
-    return kind
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _structure(kind: Any) -> Any:

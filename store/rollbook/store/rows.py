@@ -11,6 +11,7 @@ The layout is that of Arrow's format/Message.fbs, metadata version 5.
 
 import struct
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .errors import BadEvent
-from .events import KINDS, SCHEMA, SCHEMA_VERSION, Event, encode_fact
+from .events import KINDS, SCHEMA, SCHEMA_VERSION, Event, Lengths, check, decode_fact, decode_messages, encode_fact
 
 Row = tuple[bytes, ...]
 """`_FIXED`, the event id, and one piece for each of `_COLUMNS`: copies, so what the caller does with its arrays
@@ -28,20 +29,54 @@ afterwards changes nothing."""
 _TEXTS = ("kind", "run_id", "episode_id", "interaction_id", "payload", "messages")
 _LISTS = ("prompt_ids", "output_ids", "logprobs", "versions", "entropies")
 _COLUMNS = _TEXTS + _LISTS
+_PRUNED = {"messages", *_LISTS} - {"versions"}
 _FIXED = struct.Struct("<qi11i")  # recorded_at; one bit for each column that is null; values in each column
-_KINDS = {name: name.encode() for name in KINDS}
+_KINDS = {fact: name.encode() for name, fact in KINDS.items()}
+_TYPES: dict[str, tuple[type, ...]] = {
+    "event_id": (bytes,),
+    "run_id": (str,),
+    "episode_id": (str, NoneType),
+    "interaction_id": (str, NoneType),
+    "recorded_at": (int,),
+    "messages": (bytes, NoneType),
+}
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+
+
+def admit(event: Event) -> Row:
+    """The row of an event that may enter a log. Fact and messages are read back as every reader will, so that what was
+    taken can be read. Raises BadEvent."""
+    row = encode(event)
+    fact = decode_fact(type(event.fact).__name__, row[6])
+    if event.messages is not None:
+        decode_messages(event.messages)
+    columns = (event.prompt_ids, event.output_ids, event.logprobs, event.versions, event.entropies)
+    lengths = Lengths(*[None if column is None else len(column) for column in columns])
+    check(fact, event.run_id, event.episode_id, event.interaction_id, event.recorded_at, lengths)
+    return row
 
 
 def encode(event: Event) -> Row:
     """Raises BadEvent for what cannot be stored: a fact that is no JSON, text that is no UTF-8, tokens that are no
-    int32. Leaves `check` to the caller."""
+    int32. Leaves what it says to `admit`."""
     try:
         return _encode(event)
-    except (TypeError, ValueError, OverflowError, struct.error) as error:
-        if isinstance(error, BadEvent):
-            raise
-        raise BadEvent(f"an event cannot be stored: {error}") from error
+    except (TypeError, ValueError, KeyError, OverflowError, RecursionError, AttributeError, struct.error) as error:
+        raise _unstorable(event, error) from error
+
+
+def _unstorable(event: Event, error: Exception) -> BadEvent:
+    if isinstance(error, BadEvent):
+        return error
+    if not isinstance(event, Event):
+        return BadEvent(f"expected an Event, got {type(event).__name__}")
+    if type(event.fact) not in _KINDS:
+        return BadEvent(f"unknown kind {event.kind!r}; expected one of {', '.join(KINDS)}")
+    for name, kinds in _TYPES.items():
+        if not isinstance(value := getattr(event, name), kinds):
+            wanted = " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
+            return BadEvent(f"{name} of an event must be {wanted}, got {type(value).__name__}")
+    return BadEvent(f"{event.kind} cannot be stored: {error}")
 
 
 def _encode(event: Event) -> Row:
@@ -57,8 +92,12 @@ def _encode(event: Event) -> Row:
         interaction, nulls = b"", nulls | 8
     if (messages := event.messages) is None:
         messages, nulls = b"", nulls | 32
+    elif type(messages) is not bytes:
+        raise TypeError
     elif not messages.isascii():
         messages.decode()
+    if type(event_id := event.event_id) is not bytes or len(event_id) != 16:
+        raise BadEvent(f"event_id must be 16 bytes, got {event_id!r}; use new_event_id()")
     if (prompt := _numbers("prompt_ids", event.prompt_ids, _INT32)) is None:
         prompt, nulls = b"", nulls | 64
     if (output := _numbers("output_ids", event.output_ids, _INT32)) is None:
@@ -69,7 +108,7 @@ def _encode(event: Event) -> Row:
         versions, nulls = b"", nulls | 512
     if (entropies := _numbers("entropies", event.entropies, _FLOAT32)) is None:
         entropies, nulls = b"", nulls | 1024
-    kind, run, payload = _KINDS[type(event.fact).__name__], str.encode(event.run_id), encode_fact(event.fact)
+    kind, run, payload = _KINDS[type(event.fact)], str.encode(event.run_id), encode_fact(event.fact)
     fixed = _FIXED.pack(
         event.recorded_at,
         nulls,
@@ -86,7 +125,7 @@ def _encode(event: Event) -> Row:
         len(entropies) >> 2,
     )
     return (
-        *(fixed, event.event_id, kind, run, episode, interaction, payload, messages),
+        *(fixed, event_id, kind, run, episode, interaction, payload, messages),
         *(prompt, output, logprobs, versions, entropies),
     )
 
@@ -102,7 +141,8 @@ def _numbers(name: str, values: "npt.NDArray[Any] | None", dtype: "np.dtype[Any]
 def _narrowed(name: str, values: "npt.NDArray[Any]", dtype: "np.dtype[Any]") -> "npt.NDArray[Any]":
     if values.ndim != 1:
         raise BadEvent(f"{name} must have one dimension, got {values.ndim}")
-    narrow = values.astype(dtype) if not len(values) or np.can_cast(values.dtype, dtype, "same_kind") else None
+    with np.errstate(over="ignore"):  # of logprobs: what float32 does not hold is infinite
+        narrow = values.astype(dtype) if not len(values) or np.can_cast(values.dtype, dtype, "same_kind") else None
     if narrow is None or (dtype == _INT32 and not np.array_equal(narrow, values)):
         raise BadEvent(f"{name} must be {dtype} numbers, got {values.dtype} that do not fit")
     return narrow
@@ -284,6 +324,25 @@ def _put(places: "npt.NDArray[np.int64]", i: int, ends: "npt.NDArray[np.int32]",
         np.subtract(ends[1:], ends[:-1], out=places[:, 4 + i])
 
 
-def to_batch(events: "list[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
-    """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`. Raises BadEvent as `encode`."""
-    return decode(b"".join(message([encode(event) for event in events], writer, first_position)))
+def to_batch(events: "Sequence[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
+    """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`. Raises BadEvent as `admit`."""
+    return decode(b"".join(message([admit(event) for event in events], writer, first_position)))
+
+
+def difference(row: Row, stored: Row) -> str | None:
+    """In which column an event is another one than the stored event of its id, None where it is the same.
+
+    When it was recorded may differ, as may the spelling of its JSON; of a stored event without a column nobody knows
+    whether that was pruned, so there it may say anything.
+    """
+    for i, name in enumerate(_COLUMNS, start=2):
+        if row[i] == stored[i] or (not stored[i] and name in _PRUNED):
+            continue
+        if name == "payload" and row[2] == stored[2]:
+            kind = row[2].decode()
+            if decode_fact(kind, row[i]) == decode_fact(kind, stored[i]):
+                continue
+        if name == "messages" and decode_messages(row[i]) == decode_messages(stored[i]):
+            continue
+        return name
+    return None

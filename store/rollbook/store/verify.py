@@ -21,7 +21,7 @@ import xxhash
 
 from .directory import read_manifest
 from .errors import BadEvent, LogCorrupt
-from .events import InteractionRecorded, decode_fact
+from .events import InteractionRecorded, Lengths, TokensScored, check, decode_fact, decode_messages
 from .frames import id_keys
 from .sealing import content_crc
 from .segments import Chain, Sealed, Segment
@@ -197,50 +197,50 @@ class _Nodes:
         return sum(len(names) for names in self._names)
 
     def add(self, batch: pa.RecordBatch) -> Iterator[str]:
-        facts: list[Any] = []
-        for i, (kind, payload) in enumerate(
-            zip(batch.column("kind").to_pylist(), batch.column("payload").to_pylist(), strict=True)
-        ):
-            try:
-                facts.append(decode_fact(kind, payload))
-            except (BadEvent, ValueError) as error:
-                facts.append(None)
-                yield f"{_place(batch, i)}: unreadable {kind}: {error}"
-        rows = np.array([i for i, fact in enumerate(facts) if isinstance(fact, InteractionRecorded)], np.int64)
-        if not len(rows):
-            return
-        lengths = {
-            name: pc.fill_null(pc.list_value_length(batch.column(name)), -1).to_numpy(zero_copy_only=False)[rows]
-            for name in ("prompt_ids", "output_ids", "logprobs", "versions")
+        n_lists = {
+            name: pc.list_value_length(batch.column(name)).to_pylist()
+            for name in ("prompt_ids", "output_ids", "logprobs", "versions", "entropies")
         }
-        n_output = np.maximum(lengths["versions"], 0)
-        shared = np.array([facts[i].shared for i in rows], np.int64)
-        prompt_length = np.array([facts[i].prompt_length for i in rows], np.int64)
-        is_pruned = ((lengths["output_ids"] < 0) & (n_output > 0)) | (
-            (lengths["prompt_ids"] < 0) & (prompt_length > shared)
-        )
-        self.n_pruned += int(is_pruned.sum())
-        n_prompt = np.where(is_pruned, prompt_length - shared, np.maximum(lengths["prompt_ids"], 0))
-        for name in ("output_ids", "logprobs"):
-            for j in np.flatnonzero((np.maximum(lengths[name], 0) != n_output) & ~is_pruned)[:_SHOWN]:
-                yield f"{_place(batch, rows[j])}: {n_output[j]} versions but {max(lengths[name][j], 0)} {name}"
-        for j in np.flatnonzero(shared + n_prompt != prompt_length)[:_SHOWN]:
-            yield (
-                f"{_place(batch, rows[j])}: prompt_length {prompt_length[j]} is not "
-                f"shared {shared[j]} + {n_prompt[j]} prompt_ids"
-            )
-        names = batch.column("interaction_id").take(pa.array(rows))
-        parents = [facts[i].parent_id for i in rows]
+        texts = (batch.column(name).to_pylist() for name in ("kind", "payload", "messages"))
+        about = (batch.column(name).to_pylist() for name in ("run_id", "episode_id", "interaction_id"))
+        stamps = batch.column("recorded_at").view(pa.int64()).to_pylist()
+        found: list[tuple[int, InteractionRecorded, Lengths, bool]] = []
+        for i, (kind, payload, messages, run, episode, interaction, at, *n) in enumerate(
+            zip(*texts, *about, stamps, *n_lists.values(), strict=True)
+        ):
+            lengths, is_pruned = Lengths(*n), False
+            try:
+                fact = decode_fact(kind, payload)
+                if messages is not None:
+                    decode_messages(messages)
+                if isinstance(fact, InteractionRecorded):
+                    lengths, is_pruned = _before_pruning(fact, lengths)
+                    found.append((i, fact, lengths, is_pruned))
+                elif isinstance(fact, TokensScored) and lengths.logprobs is None:
+                    lengths = Lengths(logprobs=0)
+                check(fact, run, episode, interaction, at, lengths)
+            except BadEvent as error:
+                yield f"{_place(batch, i)}: {error}"
+        if not found:
+            return
+        rows, facts, all_lengths, pruned = zip(*found, strict=True)
+        was_pruned = np.array(pruned)
+        self.n_pruned += int(was_pruned.sum())
+        n_output = np.array([n.output_ids or 0 for n in all_lengths], np.int64)
+        shared = np.array([fact.shared for fact in facts], np.int64)
+        prompt_length = np.array([fact.prompt_length for fact in facts], np.int64)
+        names = batch.column("interaction_id").take(pa.array(rows, pa.int64()))
+        parents = [fact.parent_id for fact in facts]
         self._names.append(names)
         self._columns.append(
             (
                 np.array([_hash(n) for n in names.to_pylist()], np.uint64),
                 np.array([0 if p is None else _hash(p) for p in parents], np.uint64),
                 np.array([p is not None for p in parents]),
-                np.array([facts[i].edge == "extends" for i in rows]),
+                np.array([fact.edge == "extends" for fact in facts]),
                 shared,
                 prompt_length + n_output,
-                is_pruned,
+                was_pruned,
             )
         )
 
@@ -273,6 +273,14 @@ class _Nodes:
                 yield f"interaction {names[int(i)].as_py()}: {sentence}"
             if len(found) > _SHOWN:
                 yield f"and {len(found) - _SHOWN} more interactions: {sentence}"
+
+
+def _before_pruning(fact: InteractionRecorded, lengths: Lengths) -> tuple[Lengths, bool]:
+    """The lengths that an interaction was recorded with, and whether it has been pruned since: versions stay."""
+    n_output, n_prompt = lengths.versions or 0, fact.prompt_length - fact.shared
+    if (lengths.output_ids is None and n_output > 0) or (lengths.prompt_ids is None and n_prompt > 0):
+        return Lengths(n_prompt, n_output, n_output, n_output), True
+    return lengths, False
 
 
 def _hash(name: str) -> int:

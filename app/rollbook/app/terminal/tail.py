@@ -107,7 +107,8 @@ def _said(row: dict[str, Any]) -> str:
         case BatchTaken():
             return f"step {fact.step}: batch of {len(fact.rows)} calls taken"
         case BatchTrained():
-            numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(fact.metrics.items())[:4])
+            known = [(name, value) for name, value in fact.metrics.items() if value is not None]
+            numbers = ", ".join(f"{name} {value:.4g}" for name, value in known[:4])
             return f"step {fact.step} trained: {numbers}"
         case TokensScored():
             return f"scored by {fact.scorer} at version {fact.version}"
