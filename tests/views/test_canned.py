@@ -1,5 +1,6 @@
 """Canned views on one small run whose numbers a person can check."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def asks(*calls: tuple[str, str, str], results: tuple[tuple[str, str], ...] = ()
 
 
 @pytest.fixture(scope="module")
-def book() -> Book:
+def book() -> Iterator[Book]:
     log = MemoryLog()
 
     def episode(name: str, group: str, version: int, *, at: int, is_eval: bool = False) -> None:
@@ -95,7 +96,8 @@ def book() -> Book:
         event(RewardGiven(value=0.25, name="reward_v2", source="judge@1"), episode_id="a1", at=15 * SECOND),
         event(RewardGiven(value=0.0, name="reward_v2", source="judge@1"), episode_id="a2", at=9 * SECOND),
     )  # fmt: skip
-    return Book(log)
+    with Book(log) as book:
+        yield book
 
 
 def rows(book: Book, name: str, *columns: str, **params: Any) -> list[tuple[Any, ...]]:

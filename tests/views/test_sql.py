@@ -1,12 +1,17 @@
 """The SQL surface answers questions and does nothing else."""
 
+import resource
+import subprocess
+import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollbook.store import EpisodeOpened, QueryRefused, RewardGiven
+from rollbook.store import EpisodeClosed, EpisodeOpened, MemoryLog, QueryRefused, RewardGiven, views
 from rollbook.store.book import Book, open_book
 from rollbook.store.sql import Limits, run_query
 from views_books import event, interaction
@@ -179,10 +184,69 @@ def test_a_query_without_end_is_ended(book: Book, query: str) -> None:
     assert run_query(book.views, "select count(*) as n from episodes").to_pylist() == [{"n": 1}]
 
 
-def test_a_query_that_takes_too_much_memory_is_ended(book: Book) -> None:
-    query = "select count(*) from (select range, count(*) from range(100000000) group by range)"
-    with pytest.raises(QueryRefused, match="more than 64 MiB"):
-        run_query(book.views, query, limits=Limits(memory_bytes=64 << 20, timeout_s=30))
+GREEDY = [
+    "select count(*) from (select range, count(*) from range(100000000) group by range)",
+    "select array_agg(range) over () from range(100000)",
+    "select string_agg(repeat('x', 1000), '') from range(10000000)",
+    "select length(repeat('x', 2000000000)) from range(100)",
+    "select string_split(repeat('a,', 300000000), ',')",
+    "select array_agg(i order by hash(i)) from range(300000000) t(i)",
+]
+
+
+@pytest.mark.parametrize("query", GREEDY)
+def test_no_query_gets_more_memory_than_it_may(book: Book, query: str) -> None:
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(QueryRefused, match="more than 256 MiB of memory"):
+        run_query(book.views, query, limits=Limits(memory_bytes=256 << 20, timeout_s=30))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - ours < 64 << 10  # KiB
+    assert max(_peaks(), default=0) < 600 << 10
+    assert run_query(book.views, "select count(*) as n from episodes").to_pylist() == [{"n": 1}]
+
+
+def _peaks() -> list[int]:
+    """Peak memory in KiB of our child processes that run."""
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    lines = [line for pid in children for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+    return [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+
+
+def test_a_query_that_does_not_listen_is_ended_in_time(book: Book) -> None:
+    start = time.monotonic()
+    query = "select jaro_winkler_similarity(repeat('ab', 4000000), repeat('ba', 4000000))"
+    with pytest.raises(QueryRefused, match=r"longer than 0\.3 s"):
+        run_query(book.views, query, limits=Limits(timeout_s=0.3))
+    assert time.monotonic() - start < 5
+    assert run_query(book.views, "select 1 as one").to_pylist() == [{"one": 1}]
+
+
+def test_other_queries_go_on_while_one_is_greedy(book: Book) -> None:
+    with ThreadPoolExecutor() as pool:
+        greedy = pool.submit(run_query, book.views, "select list(range) from range(4000000000)", limits=Limits())
+        for _ in range(20):
+            assert run_query(book.views, "select count(*) as n from episodes").to_pylist() == [{"n": 1}]
+        with pytest.raises(QueryRefused):
+            greedy.result()
+
+
+@pytest.mark.parametrize("query", ["select " + "(" * 20_000 + "1" + ")" * 20_000, "select " + "[" * 900 + "]" * 900])
+def test_a_query_nested_without_end_is_refused(book: Book, query: str) -> None:
+    with pytest.raises(QueryRefused, match=r"depth|deeply"):
+        run_query(book.views, query)
+
+
+def test_a_query_waits_for_its_turn_no_longer_than_it_may_take(book: Book) -> None:
+    with ThreadPoolExecutor() as pool:
+        others = [
+            pool.submit(run_query, book.views, "select count(*) from range(100000000000)", limits=Limits(timeout_s=2))
+            for _ in range(4)
+        ]
+        time.sleep(0.5)
+        with pytest.raises(QueryRefused, match="other queries"):
+            run_query(book.views, "select 1", limits=Limits(timeout_s=0.2))
+        for one in others:
+            with pytest.raises(QueryRefused, match="longer than 2 s"):
+                one.result()
 
 
 def test_an_answer_that_is_too_large_is_refused(book: Book) -> None:
@@ -199,3 +263,54 @@ def test_the_projection_goes_on_while_queries_run(book: Book) -> None:
         run_query(book.views, "select count(*) from range(10000000000)t(a), range(100)", limits=Limits(timeout_s=0.2))
     assert book.catch_up() == 1
     assert run_query(book.views, "select count(*) as n from interactions").to_pylist() == [{"n": 3}]
+
+
+@pytest.mark.parametrize("where", ["a folder", "memory"])
+def test_a_query_sees_all_that_the_tables_have(tmp_path: Path, where: str) -> None:
+    with open_book(tmp_path / "book", writer="w") if where == "a folder" else Book(MemoryLog()) as book:
+        for n in range(3):
+            assert run_query(book.views, "select count(*) as n from groups").to_pylist() == [{"n": n}]
+            book.log.append_blocking(event(EpisodeOpened(task_id="t", group_id=f"g{n}"), episode_id=f"e{n}"))
+            book.catch_up()
+
+
+def test_who_reads_the_file_meets_no_half_written_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(views, "_WAL_BYTES", 50_000)
+    monkeypatch.setattr(views, "_MOST_WAL_BYTES", 500_000)
+    query = """
+        select count(*) as n, coalesce(sum(reward), 0) as r, (select coalesce(sum(value), 0) from rewards) as v,
+          (select count(*) from interactions) as i, (select count(distinct episode_id) from events) as e,
+          (select count(*) from range(20000000) t(x) where x % 7 = 3) as long from episodes
+    """
+    wrong: list[Any] = []
+    until = time.monotonic() + 3
+
+    def ask(book: Book) -> None:
+        while time.monotonic() < until:
+            said = run_query(book.views, query).to_pylist()[0]
+            n = said["n"]
+            if (said["i"], said["e"], said["r"], said["v"]) != (2 * n, n, n * (n - 1) / 2, n * (n - 1) / 2):
+                wrong.append(said)
+
+    with open_book(tmp_path / "book", writer="w") as book, ThreadPoolExecutor() as pool:
+        asking = [pool.submit(ask, book) for _ in range(2)]
+        n = 0
+        while time.monotonic() < until:
+            for _ in range(20):  # episodes that are whole in each transaction
+                name = f"e{n}"
+                book.log.append_blocking(
+                    event(EpisodeOpened(task_id="t"), episode_id=name),
+                    interaction(f"{name}-1", name),
+                    interaction(f"{name}-2", name, parent=f"{name}-1", edge="extends"),
+                    event(RewardGiven(value=float(n)), episode_id=name),
+                    event(EpisodeClosed(state="done"), episode_id=name),
+                )
+                n += 1
+            book.catch_up()
+        for one in asking:
+            one.result()
+        assert not wrong
+        assert not (wal := tmp_path / "book" / "views.duckdb.wal").exists() or wal.stat().st_size < 1_000_000
+        # Readers are let in, writers are not.
+        rogue = f"import duckdb; duckdb.connect({str(tmp_path / 'book' / 'views.duckdb')!r})"
+        assert "lock" in subprocess.run([sys.executable, "-c", rogue], capture_output=True, text=True).stderr

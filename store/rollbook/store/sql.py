@@ -2,22 +2,23 @@
 
 The query is read by DuckDB's own parser and checked as a tree, by what is allowed: query nodes that only read, tables
 and views of `schema.py`, names the query itself defines, and functions without reach (no file, network, extension,
-setting, environment, log or sequence). It then runs in a read-only transaction under a watchdog that interrupts it
-at its limit of time, memory or rows. Everything refused is QueryRefused, and says what would be allowed.
+setting, environment, log or sequence). It is parsed and run in a process of its own (`sandbox.py`), which has no more
+memory than the query may use, and is killed when its time is over. Everything refused is QueryRefused, and says what
+would be allowed.
 """
 
+import json
 import re
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 
 from .errors import QueryRefused
-from .expressions import FORBIDDEN_FUNCTIONS, serialize
+from .expressions import FORBIDDEN_FUNCTIONS
+from .sandbox import GRACE_S, Died, read_answer
 from .schema import VIEWS, metadata
 from .views import Views
 
@@ -30,12 +31,13 @@ _NODES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _SOURCES = {"BASE_TABLE", "SUBQUERY", "JOIN", "TABLE_FUNCTION", "EXPRESSION_LIST", "EMPTY", "PIVOT", "SHOW_REF"}
 _TABLE_FUNCTIONS = {"range", "generate_series", "unnest"}
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_WATCH_S = 0.02
+_QUERY_CHARS = 100_000
+_TREE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one query may use. memory_bytes is of DuckDB's working memory beyond what it used before."""
+    """What one query may use. memory_bytes: all that its process gets from the kernel beyond what it has without it."""
 
     timeout_s: float = 10.0
     memory_bytes: int = 1 << 30
@@ -43,11 +45,8 @@ class Limits:
     result_bytes: int = 256 << 20
 
 
-def check_query(query: str) -> None:
-    """Raise QueryRefused unless the query only reads, and only what is documented."""
-    if "\x00" in query:
-        raise QueryRefused("the query has a NUL character; expected SQL text")
-    tree = serialize(query)
+def _check_tree(tree: dict[str, Any]) -> None:
+    """Raise QueryRefused unless a parsed query only reads, and only what is documented."""
     statements = tree.get("statements") or []
     if tree.get("error"):
         said = str(tree.get("error_message", "")).strip()
@@ -131,69 +130,46 @@ def run_query(
     limits: Limits = Limits(),
 ) -> pa.Table:
     """Run a stranger's query on the views as they are now. Blocks; call it in a thread. Raises QueryRefused."""
-    check_query(query)
-    with views.cursor() as cursor:
-        cursor.execute("begin transaction read only")
-        with _Watchdog(views, cursor, limits) as watchdog:
+    if "\x00" in query:
+        raise QueryRefused("the query has a NUL character; expected SQL text")
+    if len(query) > _QUERY_CHARS:
+        raise QueryRefused(f"the query has {len(query)} characters; expected at most {_QUERY_CHARS}")
+    until = time.monotonic() + limits.timeout_s + GRACE_S
+    too_late = f"the query took longer than {limits.timeout_s:g} s; ask for less at once"
+    try:
+        with views.guest(limits.timeout_s) as guest:
+            said, _ = guest.ask(until, _TREE_BYTES, "parse", query)
+            if "failed" in said:
+                raise QueryRefused(f"the query failed: {said['failed']}")
             try:
-                relation = cursor.sql(query, params=params) if params else cursor.sql(query)
-                reader = relation.to_arrow_reader(8192)
-                batches: list[pa.RecordBatch] = []
-                rows = size = 0
-                for batch in reader:
-                    rows += batch.num_rows
-                    size += batch.nbytes
-                    if rows > limits.rows:
-                        raise QueryRefused(f"the answer has more than {limits.rows} rows; aggregate, or add a LIMIT")
-                    if size > limits.result_bytes:
-                        raise QueryRefused(
-                            f"the answer is larger than {limits.result_bytes >> 20} MiB; select fewer columns or rows"
-                        )
-                    batches.append(batch)
-                return pa.Table.from_batches(batches, reader.schema)
-            except (duckdb.Error, pa.ArrowException, RuntimeError) as error:
-                if watchdog.why is not None:
-                    raise QueryRefused(watchdog.why) from None
-                said = str(error).strip().split("\n\n")[0]
-                raise QueryRefused(f"the query failed: {said}") from error
-
-
-class _Watchdog:
-    """Interrupts a cursor that goes over its limits; `why` says which."""
-
-    def __init__(self, views: Views, cursor: duckdb.DuckDBPyConnection, limits: Limits) -> None:
-        self.why: str | None = None
-        self._views = views
-        self._cursor = cursor
-        self._limits = limits
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="rollbook-sql-watchdog", daemon=True)
-
-    def __enter__(self) -> "_Watchdog":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        limits = self._limits
-        until = time.monotonic() + limits.timeout_s
-        with self._views.cursor() as own:
-            before = _memory(own)
-            while not self._is_done.wait(_WATCH_S):
-                if time.monotonic() > until:
-                    self.why = f"the query took longer than {limits.timeout_s:g} s; ask for less at once"
-                elif _memory(own) - before > limits.memory_bytes:
-                    self.why = (
-                        f"the query needed more than {limits.memory_bytes >> 20} MiB of memory; ask for less at once"
-                    )
-                if self.why is not None:
-                    # Again and again: an interrupt between two steps of the query is forgotten.
-                    self._cursor.interrupt()
-
-
-def _memory(cursor: duckdb.DuckDBPyConnection) -> int:
-    found = cursor.execute("select sum(memory_usage_bytes + temporary_storage_bytes) from duckdb_memory()").fetchone()
-    return int(found[0]) if found else 0
+                _check_tree(json.loads(said["tree"]))
+            except RecursionError:
+                raise QueryRefused("the query is nested too deeply; write it with fewer levels") from None
+            left = until - GRACE_S - time.monotonic()
+            said, answer = guest.ask(
+                until,
+                limits.result_bytes + (1 << 20),
+                "run",
+                query,
+                params,
+                max(0.0, left),
+                limits.memory_bytes,
+                limits.rows,
+                limits.result_bytes,
+            )
+            if not said:
+                return read_answer(answer)
+    except TimeoutError:
+        raise QueryRefused(too_late) from None
+    except Died:
+        raise QueryRefused(
+            "the process that ran the query ended before it had an answer, most likely since the query needed more "
+            f"than {limits.memory_bytes >> 20} MiB of memory; ask for less at once"
+        ) from None
+    over = {
+        "time": too_late,
+        "memory": f"the query needed more than {limits.memory_bytes >> 20} MiB of memory; ask for less at once",
+        "rows": f"the answer has more than {limits.rows} rows; aggregate, or add a LIMIT",
+        "size": f"the answer is larger than {limits.result_bytes >> 20} MiB; select fewer columns or rows",
+    }
+    raise QueryRefused(over.get(said.get("over", ""), f"the query failed: {said.get('failed')}"))

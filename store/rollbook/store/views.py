@@ -7,13 +7,16 @@ rebuild. Three rules give that: an event_id counts once; where several events sp
 (recorded_at, event_id), not arrival; and everything derived (depth, trajectories, an episode's reward) is computed
 again for what a change touches.
 
-A file has one owner, held by a lock beside it. Readers in the process take `cursor()`, one per thread or task.
+A file has one owner, held by a lock beside it. Readers in the process take `cursor()`, one per thread or task; for
+strangers' queries there are processes (`guest`) that read the same file.
 """
 
 import fcntl
 import logging
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,11 +30,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import migrate
-from .errors import BookBusy, LogWriteFailed
+from .errors import BookBusy, LogWriteFailed, QueryRefused
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
 from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, place
+from .sandbox import Guest, Sandbox
 from .schema import PROJECTION, create_statements, metadata, view_statements
 from .upcasts import upcast
 
@@ -49,6 +53,15 @@ TOUCHING = {"EpisodeOpened", "EpisodeClosed", "InteractionRecorded"}
 
 _PIECE_ROWS = 256
 
+_WAL_BYTES = 16 << 20
+"""Of committed transactions beside the file, until they are written into it."""
+
+_MOST_WAL_BYTES = 16 * _WAL_BYTES
+"""The same while guests read without a pause between them: then new ones wait."""
+
+_GUEST_BYTES = 1 << 20
+"""At most in a guest's answer to `open`."""
+
 _log = logging.getLogger("rollbook.store")
 
 
@@ -63,15 +76,25 @@ class Views:
         self._log = log
         self._lock = threading.RLock()
         self._owner: int | None = None
-        if path is None:
+        self._path = None if path is None else Path(path)
+        if self._path is None:
             self._con = duckdb.connect()
         else:
-            self._owner = _own(Path(path))
+            self._owner = _own(self._path)
             try:
-                self._con = _open(Path(path))
+                self._con = _open(self._path)
             except BaseException:
                 os.close(self._owner)
                 raise
+            # DuckDB would write its log into the file as it commits, also under a guest: `_checkpoint` does it.
+            self._con.execute("set checkpoint_threshold = '1 TB'")
+        self._sandbox = Sandbox()
+        self._guests = 0
+        self._guests_left = threading.Condition(self._lock)
+        self._is_full = False
+        self._readable: int | None = None  # a descriptor that holds a lock others may share
+        self._copied: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
+        self._state = 0
         self._con.execute("set TimeZone = 'UTC'")
         self._con.execute("set python_enable_replacements = false")  # a query never means a Python variable
         _prepare(self._con)
@@ -95,13 +118,102 @@ class Views:
         with self._lock:
             for chunk in _chunks(self._log.read(self._cursor)):
                 self._apply(chunk)
+                self._checkpoint()
                 applied += sum(batch.num_rows for batch in chunk)
+            self._checkpoint(waits=True)  # the lock is given up meanwhile: not in the loop
         return applied
+
+    @contextmanager
+    def guest(self, wait_s: float) -> Iterator[Guest]:
+        """A process that reads the tables as they are now, for one query of a stranger.
+
+        A guest opens the file as DuckDB would after a crash at this moment: what the last checkpoint says, and the log
+        behind it. All of that stays as it is until the next checkpoint, which waits for the guests. Raises
+        QueryRefused where no process is free for wait_s; Died, TimeoutError.
+        """
+        with self._sandbox.guest(str(self._place()), wait_s) as guest:
+            with self._lock:
+                while self._is_full:
+                    self._guests_left.wait()
+                self._guests += 1
+            try:
+                with self._lock:
+                    self._share()
+                    if guest.state != self._state:
+                        said, _ = guest.ask(time.monotonic() + wait_s, _GUEST_BYTES, "open")
+                        if said:
+                            raise QueryRefused(f"the tables cannot be read: {said['failed']}; open the book again")
+                        guest.state = self._state
+                yield guest
+            finally:
+                with self._lock:
+                    self._guests -= 1
+                    self._guests_left.notify_all()
+
+    def _place(self) -> Path:
+        """The file that guests read; of tables in memory a copy, elsewhere."""
+        if self._path is not None:
+            return self._path
+        with self._lock:
+            if self._copied is None:
+                self._copied = (-1, tempfile.TemporaryDirectory(prefix="rollbook-tables-"))
+            return Path(self._copied[1].name) / "views.duckdb"
+
+    def _share(self) -> None:
+        """Make the file readable for guests."""
+        if self._path is not None:
+            if self._readable is None:
+                # DuckDB's lock on the file keeps all others out, whose place is what `_own` holds. As a lock that can
+                # be shared it lets in who opens it read-only. Locks are the process's: this one replaces DuckDB's.
+                self._readable = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.lockf(self._readable, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return
+        path = self._place()
+        assert self._copied is not None
+        if self._copied[0] != self._state:
+            new = path.with_name("new.duckdb")
+            self._con.execute(f"attach '{new}' as copied")
+            self._con.execute("copy from database memory to copied")
+            self._con.execute("detach copied")
+            new.replace(path)
+            self._copied = (self._state, self._copied[1])
+
+    def _checkpoint(self, *, waits: bool = False) -> None:
+        """Write what was committed into the file, once it is enough and no guest reads what that would free.
+
+        waits: for the guests to leave, where far too much was committed meanwhile.
+        """
+        if self._path is None:
+            return
+        try:
+            size = self._path.with_name(self._path.name + ".wal").stat().st_size
+        except FileNotFoundError:
+            return
+        if size < _WAL_BYTES or (self._guests and not (waits and size >= _MOST_WAL_BYTES)):
+            return
+        self._is_full = True
+        try:
+            while self._guests:  # each has its time
+                self._guests_left.wait()
+            self._con.execute("checkpoint")
+            self._state += 1
+        except duckdb.TransactionException:
+            pass  # somebody writes in a transaction of his own; another time
+        finally:
+            self._is_full = False
+            self._guests_left.notify_all()
 
     def close(self) -> None:
         """Give the file back. Twice is once."""
+        self._sandbox.close()
         with self._lock:
             self._con.close()
+            if self._readable is not None:
+                os.close(self._readable)
+                self._readable = None
+            if self._copied is not None:
+                self._copied[1].cleanup()
+                self._copied = None
             if self._owner is not None:
                 os.close(self._owner)
                 self._owner = None
@@ -140,6 +252,7 @@ class Views:
             raise
         self._cursor = cursor
         self._next_node = projection.next_node
+        self._state += 1
 
 
 def _own(path: Path) -> int:
