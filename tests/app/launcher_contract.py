@@ -76,6 +76,13 @@ class LauncherContract:
         assert not any(is_alive(pid) for program in programs for pid in pids(program))
         assert not list(tmp_path.glob("programs/**/*")), "what launcher and keeper shared is tidied up"
 
+    def test_programs_that_are_started_one_right_after_the_other_are_all_up(
+        self, launcher: Supervisor, tmp_path: Path
+    ) -> None:
+        # What a scheduler said a moment ago does not know the younger one.
+        started = [launcher.start(command("serves"), log_path=tmp_path / f"log-{i}")[0] for i in range(3)]
+        assert [(program.is_up, program.n_starts) for program in started] == [(True, 1)] * 3
+
     def test_a_program_that_ends_before_it_answers_is_an_error_with_its_last_words(
         self, launcher: Supervisor, tmp_path: Path
     ) -> None:

@@ -51,15 +51,19 @@ class _Queue:
         self._states: dict[str, str] = {}
         self._asked = -_LOOK_S
 
-    def state(self, task: str) -> str | None:
-        """The state of `job_index`; None where Slurm does not list it any more, or does not answer now."""
+    def state(self, task: str, *, since: float) -> str | None:
+        """The state of `job_index`, which was submitted at `since`; None where Slurm does not list it any more.
+
+        Raises LaunchFailed where Slurm does not answer now.
+        """
         with self._lock:
-            if time.monotonic() - self._asked >= _LOOK_S:
+            now = time.monotonic()
+            if now - self._asked >= _LOOK_S or self._asked < since:  # an answer from before does not know it
                 lines = slurm(
                     "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%F_%K %T"
                 ).splitlines()
                 self._states = dict(line.split() for line in lines if line.strip())
-                self._asked = time.monotonic()
+                self._asked = now
             return self._states.get(task)
 
 
@@ -70,11 +74,12 @@ class _Task:
         self._queue = queue
         self._name = f"{job_id}_{index}"
         self._folder = folder
+        self._submitted = time.monotonic()
         self._is_ended = False
 
     def why_ended(self) -> str | None:
         try:
-            state = self._queue.state(self._name)
+            state = self._queue.state(self._name, since=self._submitted)
         except LaunchFailed:
             return None  # the controller is away; the keeper's beat says whether the program lives
         if state in _ALIVE:
@@ -107,7 +112,7 @@ class _Task:
             slurm("scancel", "--quiet", self._name)
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline and not (self._folder / "status.json").exists():
-                if self._queue.state(self._name) not in _ALIVE:
+                if self._queue.state(self._name, since=self._submitted) not in _ALIVE:
                     return
                 time.sleep(0.1)
             slurm("scancel", "--quiet", "--signal=KILL", "--full", self._name)
