@@ -72,6 +72,19 @@ async def test_after_the_end_calls_are_refused_and_rewards_are_welcome():
         assert [e.kind for e in served.events()].count("EpisodeClosed") == 1
 
 
+async def test_of_ended_sessions_only_the_last_are_known_by_their_keys_and_all_by_their_ids():
+    log, config = MemoryLog(), ServeConfig(admin_key=ADMIN, max_ended=2)
+    async with serving(answer, log=log, config=config) as served:
+        ended = [await served.client.start_session(f"t{i}") for i in range(3)]
+        for one in ended:
+            await ask(served, one.api_key)
+            await served.client.end_session(one.api_key)
+        assert [(await ask(served, one.api_key)).status_code for one in ended] == [401, 410, 410]
+        assert await served.client.set_reward(None, 1, session_id=ended[0].session_id) is not None
+    async with serving(answer, log=log, config=config) as served:  # and the same after a restart
+        assert [(await ask(served, one.api_key)).status_code for one in ended] == [401, 410, 410]
+
+
 async def test_keys_open_only_their_own_doors():
     async with serving(answer) as served:
         started = await served.client.start_session("t1")

@@ -122,6 +122,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     permit_s: float = 600.0  # a permit that nobody took is void after this long
     is_online: bool = False  # starting on a key that is open ends its session and opens the next
     max_sessions: int = 100_000  # open at once
+    max_ended: int = 20_000  # ended ones that are known by their key (1 KB each); older ones only the book knows
     idle_s: float = 3600.0  # an open session without calls for this long is closed as abandoned; its data stays
     max_concurrent: int = 64  # model calls of one session at once; more wait their turn
     max_waiting: int = 256  # calls of one session that wait; more are told to come back

@@ -36,10 +36,6 @@ from .forks import Fork, Origin
 _ORIGINS_KEPT = 64
 """Whose tokens are kept for the next fork of the same one."""
 
-_ENDED_KEPT = 20_000
-"""How many ended sessions are told apart from keys that nobody issued."""
-
-
 _OF_OURS = pa.array(["EpisodeOpened", "EpisodeClosed", "InteractionRecorded"])
 _OF_OTHERS = pa.array(["EpisodeClosed"])
 _REMEMBERED = ["recorded_at", "writer", "position", "kind", "episode_id", "run_id", "payload"]
@@ -422,7 +418,7 @@ class Sessions:
             del self._by_key[session.key]
             self._ended[session.key] = session
         self._ended_ids[session.episode_id] = session
-        while len(self._ended_ids) > _ENDED_KEPT:
+        while len(self._ended_ids) > self._config.max_ended:
             old = self._ended_ids.pop(next(iter(self._ended_ids)))
             if old.key is not None and self._ended.get(old.key) is old:
                 del self._ended[old.key]
@@ -473,7 +469,7 @@ class Sessions:
                         last_used=self._clock(),
                         origin_id=fact.origin_interaction_id,
                     )
-            while len(ended) > _ENDED_KEPT:
+            while len(ended) > self._config.max_ended:
                 forgotten = ended.popleft()
                 for memory in (known, closed, places):
                     memory.pop(forgotten, None)
