@@ -1,12 +1,16 @@
 """Soak: many interactions through several proxies of one book, on the scripted engine.
 
-    python benchmarks/soak.py [--interactions 200000] [--proxies 2] [--rate 1000]
+    python benchmarks/soak.py [--interactions 200000] [--proxies 2] [--rate 1000] [--turns 8] [--set max_ended=2000]
     python benchmarks/soak.py --scaling          one proxy against two, as fast as they go
 
 The proxies are `rollbook serve` programs, as a launcher starts them. Sessions of 8 turns send their whole history each
 time and get 64 tokens. The load comes from one process that speaks plain sockets and has all requests ready made, so
 that its share of the cores is small; it is printed. With --rate, sessions begin at fixed times (an open loop), and a
 turn's latency counts from when it was sent; the scripted engine takes no time, so all of it is added by the proxy.
+
+Two proxies at 1000/s take more than half of two cores, so whatever else runs there makes a queue. What other programs
+took of the machine is measured beside it, and latencies are given twice: of all answers, and of those that came while
+the others took little.
 
 Afterwards the book is read: every acknowledged id must be in it once, and nothing else. Memory of each proxy is
 sampled all the way; its growth is that of the second half.
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,8 @@ import numpy as np
 
 TURNS = 8
 OUTPUT = 64
+LOOK_S = 0.25  # between looks at memory and at the machine
+LITTLE = 0.3  # cores that others may take without anybody noticing; the kernel's own work for us is among them
 QUESTION = "and what follows from this, if we look at it from the other side of the table once more? " * 3
 ANSWER = "".join(chr(97 + i * 7 % 26) for i in range(OUTPUT - 1))
 
@@ -41,10 +47,10 @@ def script(tokenizer: Any) -> Callable[[Any], list[int]]:
     return lambda _: ids
 
 
-def bodies() -> list[bytes]:
+def bodies(turns: int) -> list[bytes]:
     """The request of each turn."""
     made, messages = [], [{"role": "system", "content": "You are one of many agents that are all asked the same."}]
-    for _ in range(TURNS):
+    for _ in range(turns):
         messages.append({"role": "user", "content": QUESTION})
         made.append(json.dumps({"model": "m", "messages": messages}).encode())
         messages.append({"role": "assistant", "content": ANSWER})
@@ -56,10 +62,12 @@ class Load:
     """What the clients of all proxies did."""
 
     wanted: int
+    turns: int = TURNS
     began: int = 0  # interactions that sessions begun so far will make
     done: int = 0
     ids: list[bytes] = field(default_factory=list)
     took: list[float] = field(default_factory=list)
+    came: list[float] = field(default_factory=list)  # when each answer did
     waiting: "deque[Client]" = field(default_factory=deque)  # idle connections, with --rate
     is_paced: bool = False
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,7 +88,7 @@ class Client(asyncio.Protocol):
         self.requests = requests
         self.buffer = b""
         self.missing = 0  # bytes of the answer that are still to come
-        self.turn = -2  # -1: a session is being started; TURNS: it is being ended
+        self.turn = -2  # -1: a session is being started; load.turns: it is being ended
         self.key = b""
         self.sent = 0.0
 
@@ -104,7 +112,7 @@ class Client(asyncio.Protocol):
             if load.done >= load.wanted:
                 load.finished.set()
             return
-        load.began += TURNS
+        load.began += load.turns
         self.turn = -1
         self.transport.write(self.start)
 
@@ -128,8 +136,9 @@ class Client(asyncio.Protocol):
         if self.turn == -1:
             at = answer.rfind(b'"api_key":"') + 11
             self.key = answer[at : answer.find(b'"', at)]
-        elif self.turn < TURNS:
-            load.took.append(time.perf_counter() - self.sent)
+        elif self.turn < load.turns:
+            load.came.append(time.perf_counter())
+            load.took.append(load.came[-1] - self.sent)
             at = answer.find(b'"id":"') + 6
             load.ids.append(answer[at : answer.find(b'"', at)])
             load.done += 1
@@ -137,8 +146,8 @@ class Client(asyncio.Protocol):
             self.idle()
             return
         self.turn += 1
-        body = self.requests[self.turn] if self.turn < TURNS else b"{}"
-        path = b"/v1/chat/completions" if self.turn < TURNS else b"/rl/end_session"
+        body = self.requests[self.turn] if self.turn < load.turns else b"{}"
+        path = b"/v1/chat/completions" if self.turn < load.turns else b"/rl/end_session"
         self.sent = time.perf_counter()
         self.transport.write(post(path, self.key, body))
 
@@ -149,7 +158,7 @@ class Client(asyncio.Protocol):
 
 async def run_load(load: Load, urls: list[str], admin_key: str, *, connections: int, rate: float | None) -> None:
     """Until all interactions are done."""
-    loop, requests = asyncio.get_running_loop(), bodies()
+    loop, requests = asyncio.get_running_loop(), bodies(load.turns)
     load.is_paced = rate is not None
     clients = []
     for url in urls:
@@ -161,8 +170,8 @@ async def run_load(load: Load, urls: list[str], admin_key: str, *, connections: 
         # Connections of the proxies take turns.
         load.waiting = deque(client for k in range(connections) for client in clients[k::connections])
         began, n = time.perf_counter(), 0
-        while n * TURNS < load.wanted and not load.finished.is_set():
-            if load.waiting and began + n * TURNS / rate <= time.perf_counter():
+        while n * load.turns < load.wanted and not load.finished.is_set():
+            if load.waiting and began + n * load.turns / rate <= time.perf_counter():
                 load.waiting.popleft().begin()
                 n += 1
             else:
@@ -196,6 +205,22 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def busy_seconds() -> float:
+    """Of all cores together since the machine began, with what its host took from it."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
+
+
+def share_priority(pids: list[int]) -> None:
+    """Give the proxies the priority of this program: each is a session of its own, which the kernel weighs alone."""
+    try:
+        nice = Path("/proc/self/autogroup").read_text().rsplit(" ", 1)[1]
+        for pid in pids:
+            Path(f"/proc/{pid}/autogroup").write_text(nice)
+    except OSError:
+        return  # a kernel without them, or nothing to give
+
+
 def rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -206,6 +231,8 @@ def soak(
     proxies: int,
     rate: float | None,
     connections: int,
+    turns: int = TURNS,
+    settings: Sequence[str] = (),
     is_checked: bool = True,
     keep: bool = False,
 ) -> float:
@@ -218,22 +245,26 @@ def soak(
     folder = Path(tempfile.mkdtemp(prefix="rollbook-soak-"))
     book = folder / "book"
     arguments = ["--engine", "scripted", "--script", "soak:script", "--model", "tiny", "--writer", "proxy-{index}"]
+    arguments += [f"--set={setting}" for setting in settings]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    interactions -= interactions % TURNS
+    interactions -= interactions % turns
     try:
         with LocalLauncher(max_restarts=0) as launcher:
             programs, key = start_servers(
                 launcher, str(book), arguments, log_path=folder / "server.log", wait_s=120, n=proxies
             )
             pids, urls = pids_of(book), [program.url for program in programs]
+            share_priority(pids)
 
-            async def run(wanted: int, memory: list[list[float]] | None = None) -> Load:
-                load = Load(wanted=wanted)
+            async def run(wanted: int, seen: list[list[float]] | None = None) -> Load:
+                load = Load(wanted=wanted, turns=turns)
 
                 async def sample() -> None:
-                    while memory is not None:
-                        memory.append([load.done, *(rss_mb(pid) for pid in pids)])
-                        await asyncio.sleep(1)
+                    while seen is not None:
+                        ours = time.process_time() + sum(cpu_seconds(pid) for pid in pids)
+                        others = busy_seconds() - ours
+                        seen.append([time.perf_counter(), others, load.done, *(rss_mb(pid) for pid in pids)])
+                        await asyncio.sleep(LOOK_S)
 
                 sampling = asyncio.create_task(sample())
                 await run_load(load, urls, key, connections=connections, rate=rate)
@@ -244,9 +275,9 @@ def soak(
 
             warm = uvloop.run(run(400 * proxies))
             before, ours = [cpu_seconds(pid) for pid in pids], time.process_time()
-            memory: list[list[float]] = []
+            seen: list[list[float]] = []
             began = time.perf_counter()
-            load = uvloop.run(run(interactions, memory))
+            load = uvloop.run(run(interactions, seen))
             seconds = time.perf_counter() - began
             cpu = sum(cpu_seconds(pid) - b for pid, b in zip(pids, before, strict=True))
             ours = time.process_time() - ours
@@ -254,31 +285,52 @@ def soak(
                 program.check()
         if is_checked:
             check(book, warm.ids + load.ids, proxies)
-        took = np.sort(np.asarray(load.took)) * 1e3
-        p50, p99, p999 = (took[min(len(took) - 1, int(q * len(took)))] for q in (0.5, 0.99, 0.999))
         print(
             f"{proxies} prox{'y' if proxies == 1 else 'ies'}: {load.done} interactions in {seconds:.1f} s, "
             f"{load.done / seconds:.0f}/s, {1e6 * cpu / load.done:.0f} us CPU each and {1e6 * ours / load.done:.0f} of "
-            f"the load; added latency p50 {p50:.2f} p99 {p99:.2f} p99.9 {p999:.2f} ms, "
-            f"load average {os.getloadavg()[0]:.1f}",
+            f"the load; {latencies(load, np.asarray(seen))}",
             flush=True,
         )
-        if len(memory) > 20:
-            rows = np.asarray(memory)
-            half = rows[len(rows) // 2 :]
-            for i in range(proxies):
-                slope = np.polyfit(half[:, 0], half[:, i + 1], 1)[0]
-                print(
-                    f"  memory of proxy {i + 1}: {rows[0, i + 1]:.0f} MB at the start, {half[0, i + 1]:.0f} at half, "
-                    f"{rows[-1, i + 1]:.0f} at the end; in the second half "
-                    f"{1e4 * slope * proxies:+.2f} MB per 10,000 of its own"
-                )
+        if seconds > 20:
+            print_memory(np.asarray(seen)[:, 2:])
         return load.done / seconds
     finally:
         if keep:
             print(f"  the book is {book}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def latencies(load: Load, seen: "np.ndarray[Any, Any]") -> str:
+    """In words: of all answers, and of those before which other programs had taken little for a second."""
+
+    def words(took: "np.ndarray[Any, Any]") -> str:
+        return "p50 {:.2f} p99 {:.2f} p99.9 {:.2f} ms".format(*np.quantile(took * 1e3, (0.5, 0.99, 0.999)))
+
+    took, came, at = np.asarray(load.took), np.asarray(load.came), seen[:, 0]
+    cores = np.diff(seen[:, 1]) / np.diff(at)
+    said = f"added latency {words(took)}; other programs took {(seen[-1, 1] - seen[0, 1]) / (at[-1] - at[0]):.2f} cores"
+    back = round(1 / LOOK_S)
+    is_quiet = np.array([cores[max(0, i - back) : i + 1].max() < LITTLE for i in range(len(cores))])
+    alone = is_quiet[np.clip(np.searchsorted(at, came) - 1, 0, len(cores) - 1)]
+    if alone.any():
+        said += (
+            f"; of the {alone.mean():.0%} of answers before which they took less than {LITTLE}: {words(took[alone])}"
+        )
+    return said
+
+
+def print_memory(rows: "np.ndarray[Any, Any]") -> None:
+    """rows: interactions so far, MB of each proxy."""
+    proxies = rows.shape[1] - 1
+    half = rows[len(rows) // 2 :]
+    for i in range(1, proxies + 1):
+        slope = np.polyfit(half[:, 0], half[:, i], 1)[0]
+        eighths = " ".join(f"{mb:.0f}" for mb in rows[np.linspace(0, len(rows) - 1, 9).astype(int), i])
+        print(
+            f"  memory of proxy {i}, MB at each eighth: {eighths}; in the second half {1e4 * slope * proxies:+.2f} MB "
+            "per 10,000 of its own"
+        )
 
 
 def check(book: Path, acknowledged: list[bytes], proxies: int) -> None:
@@ -327,6 +379,10 @@ if __name__ == "__main__":
         "--rate", type=float, default=None, help="interactions per second over all; none: a closed loop"
     )
     parser.add_argument("--connections", type=int, default=32, help="to each proxy")
+    parser.add_argument("--turns", type=int, default=TURNS, help="model calls of a session")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], help="of the servers, as in rollbook serve"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the book there")
     parser.add_argument("--scaling", action="store_true")
     given = parser.parse_args()
@@ -339,5 +395,7 @@ if __name__ == "__main__":
             proxies=given.proxies,
             rate=given.rate,
             connections=given.connections,
+            turns=given.turns,
+            settings=given.settings,
             keep=given.keep,
         )
