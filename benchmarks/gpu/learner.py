@@ -12,7 +12,9 @@ steps after one warm-up.
     wide      16 samples of 300 tokens behind one prompt of 8,192
     flat      32 independent sequences of 2,048 tokens, 1,024 of them sampled: nothing to share
     turns32   as turns8, with 32 turns and activations computed again (rows alone take a minute per step)
-    memory    peak of turns8, wide and flat: this learner, plain padding, TRL's loss, a loss over whole logits
+    ragged    as turns8, every length between half and one and a half of it, others in every step: no shape comes twice
+    memory    peak of turns8, wide and flat: this learner, plain padding, TRL's loss, a loss over whole logits;
+              equal: this learner with as many tokens at once as TRL's largest micro-batch has
     two       4 groups of turns8, and flat twice: one GPU against two (fsdp:d2)
     profile   the kernels that take longest in a step of `wide` and of `turns8` as tries
 
@@ -31,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +93,24 @@ def turns(
     n_sampled: int = 300,
     n_read: int = 200,
     n_groups: int = 1,
+    seed: int | None = None,
 ) -> Rows:
-    """Conversations of groups of episodes with one prompt each: a row per interaction."""
-    rng = np.random.default_rng(0)
+    """Conversations of groups of episodes with one prompt each: a row per interaction. With a seed lengths differ."""
+    rng = np.random.default_rng(seed or 0)
     paths, episodes = [], []
+
+    def length(n: int) -> int:
+        return n if seed is None else int(rng.integers(n // 2, n + n // 2))
+
     for group in range(n_groups):
-        prompt = rng.integers(0, VOCABULARY, n_prompt)
+        prompt = rng.integers(0, VOCABULARY, length(n_prompt))
         for episode in range(n_episodes):
             history = prompt
-            for _ in range(n_turns):
-                output = rng.integers(0, VOCABULARY, n_sampled)
+            for _ in range(length(n_turns)):
+                output = rng.integers(0, VOCABULARY, length(n_sampled))
                 paths.append((history, output))
                 episodes.append(f"{group}.{episode}")
-                history = np.concatenate([history, output, rng.integers(0, VOCABULARY, n_read)])
+                history = np.concatenate([history, output, rng.integers(0, VOCABULARY, length(n_read))])
     return rows_from(paths, episodes)
 
 
@@ -179,9 +187,9 @@ class Bench:
 
     # ---- works
 
-    def turns(self, n: int, *, n_groups: int = 1) -> Rows:
+    def turns(self, n: int, *, n_groups: int = 1, seed: int | None = None) -> Rows:
         small = {"n_prompt": 64, "n_sampled": 20, "n_read": 10} if self.options.quick else {}
-        return turns(n, n_groups=n_groups, **small)
+        return turns(n, n_groups=n_groups, seed=seed, **small)
 
     def wide(self) -> Rows:
         small = self.options.quick
@@ -210,13 +218,13 @@ class Bench:
         spec = MicroBatchSpec(max_tokens_per_mb=self.options.max_tokens)
         return ActorConfig(logprob_gap_stop=1e9, mb_spec=spec, **settings)
 
-    def tries(self, rows: Rows, form: str, backend: Any) -> list[Trie]:
+    def tries(self, rows: Rows, form: str, backend: Any, max_tokens: int | None = None) -> list[Trie]:
         if form == "rows":
             return list(one_by_one(rows, self.options.max_tokens))
         return list(
             micro_batches(
                 rows,
-                max_tokens=self.options.max_tokens,
+                max_tokens=max_tokens or self.options.max_tokens,
                 form=None if form == "chosen" else form,  # type: ignore[arg-type]
                 ranks=backend.ranks,
                 hidden=backend.hidden,
@@ -244,7 +252,7 @@ class Bench:
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[warm:]), result
 
-    def learn(self, rows: Rows, backend: Any, tries: list[Trie]) -> Any:
+    def learn(self, rows: Rows, tries: list[Trie], backend: Any) -> Any:
         config = self.config()
         learning.tries_of = lambda *_: tries  # type: ignore[assignment]
         algorithm = find_algorithm("grpo", config)
@@ -264,7 +272,8 @@ class Bench:
 
     # ---- pieces
 
-    def work(self, name: str, rows: Rows, forms: list[str], *, checkpointing: bool = False) -> None:
+    def work(self, name: str, works: list[Rows], forms: list[str], *, checkpointing: bool = False) -> None:
+        """A table row per form. Of several works each step takes the next."""
         backend = self.backend(checkpointing=checkpointing)
         print(
             f"{'work':8s} {'form':7s} {'tokens':>9s} {'trained':>8s} {'s/step':>8s} {'FLOPs s':>8s} {'bytes s':>8s} "
@@ -272,18 +281,20 @@ class Bench:
         )
         base: tuple[float, int] | None = None
         for form in forms:
-            tries = self.tries(rows, form, backend)
+            turn = cycle([(rows, self.tries(rows, form, backend)) for rows in works])
             n = 1 if form == "rows" and checkpointing else None
-            took, learned = self.timed(partial(self.learn, rows, backend, tries), n)
-            tokens = sum(trie.n_nodes for trie in tries)
+            took, learned = self.timed(lambda turn=turn: self.learn(*next(turn), backend), n)
+            all_tries = [trie for _, tries in islice(turn, len(works)) for trie in tries]
+            tokens = sum(trie.n_nodes for trie in all_tries) // len(works)
             base = base or (took, tokens)
-            compute, moved = self.floors(tries, again=checkpointing)
+            compute, moved = self.floors(all_tries, again=checkpointing)
+            compute /= len(works)
             row = {
                 "work": name,
                 "form": form,
                 "compile": self.options.compile,
                 "tokens": tokens,
-                "trained": len(rows.logprobs),
+                "trained": sum(len(rows.logprobs) for rows in works) // len(works),
                 "seconds": took,
                 "floor_flops_s": compute,
                 "floor_bytes_s": moved,
@@ -392,15 +403,20 @@ class Bench:
         forms: dict[str, Callable[..., Any]] = {"trl": trl_pass, "logits": logits_pass}
         print(f"{'work':8s} {'form':9s} {'tokens':>9s} {'s/step':>8s} {'GiB':>6s}")
         for work, rows in (("turns8", self.turns(8)), ("wide", self.wide()), ("flat", self.flat())):
-            for form in ("chosen", "paths", "rows", "trl", "logits"):
-                tries = self.tries(rows, "paths" if form in forms else form, backend)
-                if form in forms:  # these pad: what fits is counted with its padding
-                    tries = list(whole_episodes(rows, self.options.max_tokens))
+            padding = list(whole_episodes(rows, self.options.max_tokens))  # what fits is counted with its padding
+            largest = max((trie.depth_T == 0).sum() * (trie.depth_T.max() + 1) for trie in padding)
+            for form in ("chosen", "equal", "paths", "rows", "trl", "logits"):
+                if form in forms:
+                    tries = padding
+                elif form == "equal":
+                    tries = self.tries(rows, "chosen", backend, int(largest))
+                else:
+                    tries = self.tries(rows, form, backend)
                 try:
                     step = (
                         partial(forms[form], backend, tries)
                         if form in forms
-                        else partial(self.learn, rows, backend, tries)
+                        else partial(self.learn, rows, tries, backend)
                     )
                     took, _ = self.timed(step)
                 except ModuleNotFoundError as error:
@@ -424,7 +440,7 @@ class Bench:
         one: dict[str, tuple[float, Any]] = {}
         backend: Any = self.backend()
         for name, rows in works.items():
-            one[name] = self.timed(partial(self.learn, rows, backend, self.tries(rows, "chosen", backend)))
+            one[name] = self.timed(partial(self.learn, rows, self.tries(rows, "chosen", backend), backend))
             print(f"{name:10s} one GPU   {one[name][0]:7.3f} s  {self.peak():5.1f} GiB", flush=True)
         del backend
         gc.collect()
@@ -447,7 +463,7 @@ class Bench:
                 print(f"two ranks are there after {time.perf_counter() - began:.1f} s", flush=True)
                 for name, rows in works.items():
                     tries = self.tries(rows, "chosen", many)
-                    took, learned = self.timed(partial(self.learn, rows, many, tries))
+                    took, learned = self.timed(partial(self.learn, rows, tries, many))
                     row = {"work": name, "one_s": one[name][0], "two_s": took, "x": one[name][0] / took}
                     self.tell(row)
                     print(
@@ -464,9 +480,9 @@ class Bench:
         backend = self.backend()
         for name, rows in (("wide", self.wide()), ("turns8", self.turns(8))):
             tries = self.tries(rows, "trie", backend)
-            self.timed(partial(self.learn, rows, backend, tries), 1, 1)
+            self.timed(partial(self.learn, rows, tries, backend), 1, 1)
             with torch.profiler.profile() as profiler:
-                self.learn(rows, backend, tries)
+                self.learn(rows, tries, backend)
                 self.sync()
             key = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
             print(name)
@@ -475,13 +491,16 @@ class Bench:
     def run(self, piece: str) -> None:
         forms = self.options.forms
         if piece == "turns8":
-            self.work("turns8", self.turns(8), forms or ["rows", "paths", "trie"])
+            self.work("turns8", [self.turns(8)], forms or ["rows", "paths", "trie"])
         elif piece == "wide":
-            self.work("wide", self.wide(), forms or ["rows", "trie"])
+            self.work("wide", [self.wide()], forms or ["rows", "trie"])
         elif piece == "flat":
-            self.work("flat", self.flat(), forms or ["rows", "chosen"])
+            self.work("flat", [self.flat()], forms or ["rows", "chosen"])
         elif piece == "turns32":
-            self.work("turns32", self.turns(32), forms or ["rows", "trie", "chosen"], checkpointing=True)
+            self.work("turns32", [self.turns(32)], forms or ["rows", "trie", "chosen"], checkpointing=True)
+        elif piece == "ragged":
+            works = [self.turns(8, seed=seed) for seed in range(1, self.options.steps + 2)]
+            self.work("ragged", works, forms or ["rows", "paths", "trie"])
         else:
             getattr(self, piece)()
 
@@ -559,7 +578,7 @@ def logits_pass(backend: Any, tries: list[Trie]) -> None:
     backend.step()
 
 
-PIECES = ("kernels", "constant", "turns8", "wide", "flat", "turns32", "memory", "two", "profile")
+PIECES = ("kernels", "constant", "turns8", "wide", "flat", "turns32", "ragged", "memory", "two", "profile")
 
 
 def main() -> None:
@@ -570,11 +589,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--peak", type=float, default=790e12, help="FLOP/s that a good matmul reaches")
     parser.add_argument("--bandwidth", type=float, default=4.3e12, help="bytes/s")
+    parser.add_argument(
+        "--kernel", choices=["cudnn", "ragged", "flash"], help="of trees, instead of the learner's choice"
+    )
     parser.add_argument("--gather-often", action="store_true", help="two: weights and gradients per micro-batch")
     parser.add_argument("--compile", action="store_true", help="torch.compile the decoder layers")
     parser.add_argument("--quick", action="store_true", help="a small model and little work: does it run?")
     parser.add_argument("--out", type=Path, help="a JSON-lines file for the table's rows")
     options = parser.parse_args()
+    if options.kernel:
+        kernels = {"cudnn": segments.CUDNN, "ragged": segments.RAGGED, "flash": segments.FLASH}
+        segments.ON_GPU = (kernels[options.kernel],)
     bench = Bench(options)
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, micro-batches of {options.max_tokens} tokens, compile {options.compile}")

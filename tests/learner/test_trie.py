@@ -1,6 +1,8 @@
 """A token computed once counts exactly as if it were computed in every row."""
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,13 +72,25 @@ def test_logprobs_entropies_and_gradient_are_those_of_row_by_row(seed: int, budg
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_tree_in_dense_pieces_is_the_tree(seed: int) -> None:
+def ragged_forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float) -> Any:
+    """What kernels of ragged batches do, a segment at a time."""
+    assert longest == int(starts.diff().max())
+    found = [segments.PLAIN.forward(*(x[:, :, a:b] for x in (q, k, v)), True, scale) for a, b in pairwise(starts)]
+    return torch.cat([out for out, _, _ in found], 2), torch.cat([lse for _, lse, _ in found], 2), None
+
+
+def ragged_backward(*args: Any) -> Any:
+    *tensors, rest, starts, _, scale = args
+    found = [segments.PLAIN.backward(*(x[:, :, a:b] for x in tensors), rest, True, scale) for a, b in pairwise(starts)]
+    return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
+
+
+RAGGED = replace(segments.PLAIN, ragged=segments.Ragged(ragged_forward, ragged_backward))
+
+
+def in_pieces_as_row_by_row(rows: Rows, tries: list[Trie], seed: int) -> None:
     model = tiny_model(seed=seed, dtype=torch.float64)
     model.config._attn_implementation = NAME
-    rows = random_rows(seed, n_turns=5)
-    least = 1 + seed % 3
-    tries = list(micro_batches(rows, max_tokens=10_000 if seed % 2 else 40, form="trie", least=least))
     weight = torch.as_tensor(np.random.default_rng(seed).normal(size=len(rows.logprobs)))
 
     def loss(logprobs_E: Tensor, entropies_E: Tensor) -> Tensor:
@@ -88,6 +102,28 @@ def test_a_tree_in_dense_pieces_is_the_tree(seed: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
     expected = gradients(model, loss(*plain))
     torch.testing.assert_close(gradients(model, loss(*pieces)), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kernel", [segments.PLAIN, RAGGED], ids=["padded", "ragged"])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tree_in_dense_pieces_is_the_tree(
+    seed: int, kernel: segments.Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "kernel_for", lambda *_: kernel)
+    rows = random_rows(seed, n_turns=5)
+    least, budget = 1 + seed % 3, 10_000 if seed % 2 else 40
+    in_pieces_as_row_by_row(rows, list(micro_batches(rows, max_tokens=budget, form="trie", least=least)), seed)
+
+
+def test_siblings_of_one_length_are_a_view() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 32, 9).tolist()
+    rows = make_rows([(prompt, [i, *rng.integers(0, 32, 6).tolist()]) for i in range(5)])
+    trie = build(rows)
+    (triangles, above) = segments.plan(trie.depth_T, trie.end_T, torch.device("cpu")).triangles[::-1]
+    assert (triangles.start, triangles.stop, triangles.count, triangles.index_BL) == (9, 39, 5, None)
+    assert (above.start, above.stop, above.count) == (0, 9, 1)
+    in_pieces_as_row_by_row(rows, [trie], 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -14,6 +14,7 @@ from .algorithms import Algorithm, Tokens
 from .algorithms.parts import entry_weights, normalise_advantages
 from .algorithms.recipe import Scores
 from .backend import Backend
+from .backend.moving import put
 from .config import ActorConfig, CriticConfig, MicroBatchSpec
 from .errors import BadSetting, PoliciesDisagree
 from .rows import Floats, Ints, Rows
@@ -157,7 +158,7 @@ class PolicyObjective:
                 prox_E=prox_E,
                 ref_E=of("ref") if "ref" in self.arrays else None,
                 advantages_E=of("advantages"),
-                row_E=torch.as_tensor(trie.row_E, device=values_E.device),
+                row_E=put(trie.row_E, values_E.device),
                 n_rows=len(trie.row_indices),
                 weight_E=of("weight"),
                 mean_E=of("mean"),
@@ -204,7 +205,7 @@ class ValueObjective:
 
 def _picker(arrays: Mapping[str, Floats], trie: Trie, like: Tensor) -> Callable[[str], Tensor]:
     """From an array over the batch's entries to a tensor over this micro-batch's."""
-    return lambda name: torch.as_tensor(arrays[name][trie.entry_E], dtype=like.dtype, device=like.device)
+    return lambda name: put(arrays[name][trie.entry_E], like.device, like.dtype)
 
 
 def check_vocabulary(rows: Rows, actor: Backend) -> None:

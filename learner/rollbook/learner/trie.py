@@ -43,6 +43,13 @@ class Trie:
     def n_nodes(self) -> int:
         return len(self.ids_T)
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether any of its trees is more than one path."""
+        roots = np.flatnonzero(self.depth_T == 0)
+        tree_end = np.repeat(np.append(roots[1:], self.n_nodes), np.diff(np.append(roots, self.n_nodes)))
+        return bool((self.end_T != tree_end).any())
+
 
 def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie", least: int = 1) -> Trie:
     """The trie of some rows (default: all). A fork that saves fewer than `least` tokens is made further up.
@@ -243,14 +250,18 @@ def pack(trie: Trie, *, length: int | None = None, pad_id: int = 0) -> Layout:
     ids_BL[batch_of[tree_T], within_T] = trie.ids_T
     depth_BL[batch_of[tree_T], within_T] = trie.depth_T
     end_BL[batch_of[tree_T], within_T] = trie.end_T - roots[tree_T] + offset_of[tree_T]
-    tree_end = np.append(roots[1:], trie.n_nodes)[tree_T]
     return Layout(
         ids_BL=ids_BL,
         depth_BL=depth_BL,
         end_BL=end_BL,
         place_P=batch_of[tree_T[trie.node_P]] * capacity + within_T[trie.node_P],
-        is_causal=len(room) == len(roots) and bool((trie.end_T == tree_end).all()),
+        is_causal=len(room) == len(roots) and not trie.is_forked,
     )
+
+
+def in_one(trie: Trie) -> Layout:
+    """All trees in one sequence, as they are."""
+    return Layout(trie.ids_T[None], trie.depth_T[None], trie.end_T[None], trie.node_P, is_causal=False)
 
 
 def _depth_first(rows: Rows, chosen: Ints) -> Ints:

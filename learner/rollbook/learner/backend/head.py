@@ -18,8 +18,10 @@ from torch.nn import functional as F
 
 from rollbook.learner.rows import Ints
 
+from .moving import put
+
 CHUNK_BYTES = 256 << 20
-"""Float32 logits computed at once."""
+"""Logits computed at once: in the computing precision where all that is done with them is compiled, else in float32."""
 
 KEEP_BYTES = 512 << 20
 """Logits up to this size, in the computing precision, are kept for the backward pass instead of computed again."""
@@ -54,20 +56,25 @@ def logprobs_and_entropies(
     With top_k or top_p the distribution is renormalised over the tokens that are kept; a token that was sampled is
     kept even where the two policies' rounding would put it outside.
     """
-    order = np.argsort(predictor_E, kind="stable")
-    size = max(1, CHUNK_BYTES // (4 * len(weight_VH)))
+    order = np.lexsort((target_E, predictor_E))
+    at, to = predictor_E[order], target_E[order]
+    is_new = np.append(True, (at[1:] != at[:-1]) | (to[1:] != to[:-1]))[: len(order)]
+    is_compiled = hidden_PH.is_cuda and distribution.is_whole
+    size = max(1, CHUNK_BYTES // ((hidden_PH.element_size() if is_compiled else 4) * len(weight_VH)))
     bounds = [*range(0, len(hidden_PH), size), len(hidden_PH)]
-    ends = np.searchsorted(predictor_E[order], bounds).tolist()
+    ends = np.searchsorted(at[is_new], bounds).tolist()
     chunks = [(bounds[i], bounds[i + 1], ends[i], ends[i + 1]) for i in range(len(bounds) - 1)]
 
     def there(values: Ints) -> Tensor:
-        return torch.as_tensor(np.ascontiguousarray(values), dtype=torch.int64, device=hidden_PH.device)
+        return put(values, hidden_PH.device, torch.int64)
 
     apply: Any = _Head.apply
     logprobs, entropies = apply(
-        hidden_PH, weight_VH, bias_V, there(predictor_E[order]), there(target_E[order]), chunks, distribution
+        hidden_PH, weight_VH, bias_V, there(at[is_new]), there(to[is_new]), chunks, distribution
     )
-    return logprobs[there(np.argsort(order, kind="stable"))], entropies
+    place_E = np.empty(len(order), np.int64)
+    place_E[order] = np.cumsum(is_new) - 1
+    return logprobs[there(place_E)], entropies
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -110,24 +117,30 @@ def _reduce_raw(raw_PV: Tensor, d: Distribution) -> tuple[Tensor, Tensor]:
     return _reduce(_scores(raw_PV, d))
 
 
-def _slope(scores_PV: Tensor, lse: Tensor, entropies: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """[P, V]: d loss / d score, but for the targets' own share of it.
+def _slope(
+    d: Distribution, of_target: Tensor | float, raw: Tensor, scores: Tensor, lse: Tensor, entropy: Tensor,
+    of_logprob: Tensor, of_entropy: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """d loss / d raw logit. `of_target` is the loss's derivative by that token's own logprob.
 
     d logprob(t) / d score = [t] - p;   d entropy / d score = -p (log p + entropy)
     """
-    logp = scores_PV - lse[:, None]
+    logp = scores - lse
     p = logp.exp()
-    slope = -of_logprob[:, None] * p
+    slope = of_target - of_logprob * p
     if of_entropy is not None:
-        finite = logp.masked_fill(logp == -torch.inf, 0.0)
-        slope = slope - of_entropy[:, None] * p * (finite + entropies[:, None])
-    return slope
+        slope = slope - of_entropy * p * (logp.masked_fill(logp == -torch.inf, 0.0) + entropy)
+    if d.scale != d.temperature:
+        slope = slope * (d.scale / d.temperature)
+    if d.softcap is not None:
+        slope = slope * (1.0 - torch.tanh(raw.to(slope.dtype) * (d.scale / d.softcap)) ** 2)
+    return slope.to(raw.dtype)
 
 
 def _slope_raw(
     raw_PV: Tensor, lse: Tensor, entropies: Tensor, of_logprob: Tensor, of_entropy: Tensor | None, d: Distribution
 ) -> Tensor:
-    return _slope(_scores(raw_PV, d), lse, entropies, of_logprob, of_entropy)
+    return _slope(d, 0.0, raw_PV, _scores(raw_PV, d), lse, entropies, of_logprob, of_entropy)
 
 
 _compiled: dict[Any, Any] = {}
@@ -191,19 +204,17 @@ class _Head(torch.autograd.Function):
         for i, (a, b, e, f) in enumerate(ctx.chunks):
             at, to = predictor[e:f] - a, target[e:f]
             raw = kept[i] if kept else F.linear(hidden[a:b], weight, bias)
-            of_entropy = None if grad_entropies is None else grad_entropies[a:b]
-            given = (lse[a:b], entropies[a:b], per_predictor[a:b], of_entropy)
+            given: list[Any] = [x if x is None else x[a:b] for x in (lse, entropies, per_predictor, grad_entropies)]
+            rows: list[Any] = [x if x is None else x[:, None] for x in given]
             if d.is_whole:
-                slope = _fused(_slope_raw, raw, d)(raw, *given)
+                slope = _fused(_slope_raw, raw, d)(raw, *rows)
+                scores = _scores(raw[at, to], d)
             else:
-                slope = _slope(_truncate(_scores(raw, d), at, to, d), *given)
-            if grad_logprobs is not None:
-                slope.index_put_((at, to), grad_logprobs[e:f], accumulate=True)
-            if d.scale != d.temperature:
-                slope *= d.scale / d.temperature
-            if d.softcap is not None:
-                slope *= 1.0 - torch.tanh(raw.to(slope.dtype) * d.scale / d.softcap) ** 2
-            slope = slope.to(hidden.dtype)
+                whole = _truncate(_scores(raw, d), at, to, d)
+                slope, scores = _slope(d, 0.0, raw, whole, *rows), whole[at, to]
+            if grad_logprobs is not None:  # the targets once more, whole: what is added to a rounded number is lost
+                mine: list[Any] = [x if x is None else x[at] for x in given]
+                slope[at, to] = _slope(d, grad_logprobs[e:f], raw[at, to], scores, *mine)
             if grad_hidden is not None:
                 grad_hidden[a:b] = slope @ weight
             if grad_weight is not None:

@@ -16,10 +16,11 @@ from transformers.utils import logging
 from rollbook.learner.config import ModelConfig
 from rollbook.learner.errors import BadSetting
 from rollbook.learner.rows import Ints
-from rollbook.learner.trie import Trie, pack
+from rollbook.learner.trie import Trie, in_one, pack
 
 from . import attention, segments
 from .head import Distribution, logprobs_and_entropies
+from .moving import put
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -129,13 +130,13 @@ class TreeModel(nn.Module):
         device = next(self.parameters()).device
         hidden_PH = self._hidden(trie, device)
         if self.value_head is not None:
-            values = self.value_head(hidden_PH)[:, 0][torch.as_tensor(trie.predictor_E, device=device)]
+            values = self.value_head(hidden_PH)[:, 0][put(trie.predictor_E, device)]
             return values.to(torch.promote_types(values.dtype, torch.float32)), values.new_empty(0)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         found = [self._reduced(trie, kind, hidden_PH, head) for kind in range(len(trie.draws))]
         if len(found) == 1:
             return found[0][1], found[0][2]
-        place = torch.as_tensor(np.argsort(np.concatenate([entries for entries, _, _ in found])), device=device)
+        place = put(np.argsort(np.concatenate([entries for entries, _, _ in found])), device)
         return torch.cat([one for _, one, _ in found])[place], torch.cat([one for _, _, one in found])[place]
 
     def _reduced(self, trie: Trie, kind: int, hidden_PH: Tensor, head: Any) -> tuple[Ints, Tensor, Tensor]:
@@ -149,51 +150,51 @@ class TreeModel(nn.Module):
             mine_P = np.flatnonzero(trie.draw_P == kind)
             entries = np.flatnonzero(trie.draw_P[predictor_E] == kind)
             predictor_E = np.searchsorted(mine_P, predictor_E[entries])
-            hidden_PH = hidden_PH[torch.as_tensor(mine_P, device=hidden_PH.device)]
+            hidden_PH = hidden_PH[put(mine_P, hidden_PH.device)]
         logprobs, entropies_P = logprobs_and_entropies(
             hidden_PH, head.weight, head.bias, predictor_E, trie.target_E[entries], distribution
         )
-        return entries, logprobs, entropies_P[torch.as_tensor(predictor_E, device=hidden_PH.device)]
+        return entries, logprobs, entropies_P[put(predictor_E, hidden_PH.device)]
 
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
         config: Any = self.model.config
         is_blocked = device.type == "cuda" and config._attn_implementation == attention.NAME
-        layout = pack(trie)
         mask: Any = None
-        if not layout.is_causal and config._attn_implementation == attention.NAME:
+        layout = None if trie.is_forked else pack(trie)
+        if config._attn_implementation == attention.NAME and (layout is None or not layout.is_causal):
             mask = self._segments(trie, device)
-        if mask is not None:
-            layout = pack(trie, length=trie.n_nodes)
-        elif is_blocked and not layout.is_causal:  # one long sequence: empty blocks cost nothing there
-            layout = pack(trie, length=_round_up(trie.n_nodes, 128 if trie.n_nodes < 8192 else 1024))
-        position_BL = torch.as_tensor(layout.depth_BL, device=device)
-        end_BL = torch.as_tensor(layout.end_BL, device=device)
+            if mask is not None:
+                layout = in_one(trie)
+            elif is_blocked:  # one long sequence: empty blocks cost nothing there
+                layout = pack(trie, length=_round_up(trie.n_nodes, 128 if trie.n_nodes < 8192 else 1024))
+        if layout is None:
+            layout = pack(trie)
         if layout.is_causal:
             position_BL = torch.arange(layout.shape[1], device=device).expand(layout.shape)
-        elif mask is None and is_blocked:
-            mask = attention.block_mask(end_BL)
-        elif mask is None:
-            mask = attention.dense_mask(end_BL)
+        else:
+            position_BL = put(layout.depth_BL, device, torch.int64)
+        if mask is None and not layout.is_causal:
+            end_BL = put(layout.end_BL, device)
+            mask = attention.block_mask(end_BL) if is_blocked else attention.dense_mask(end_BL)
             if config._attn_implementation == "eager":  # adds its mask to the scores
                 mask = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, -torch.inf)
         _refuse_window(config, int(trie.depth_T.max()) + 1)
         body: Any = self.model.get_decoder()  # type: ignore[operator]
         output = body(
-            input_ids=torch.as_tensor(layout.ids_BL, device=device),
+            input_ids=put(layout.ids_BL, device, torch.int64),
             attention_mask=mask,
             position_ids=position_BL,
             use_cache=False,
         )
         hidden_NH: Tensor = output.last_hidden_state.flatten(0, 1)
-        return hidden_NH[torch.as_tensor(layout.place_P, device=device)]
+        return hidden_NH[put(layout.place_P, device)]
 
     def _segments(self, trie: Trie, device: torch.device) -> segments.Segments | None:
         """The trie as one sequence in dense pieces, if that is how it is computed."""
         if self.in_segments is False or (self.in_segments is None and not self._has_fast_kernel(device)):
             return None
-        layout = pack(trie, length=trie.n_nodes)
-        plan = segments.plan(layout.depth_BL[0], layout.end_BL[0], device)
+        plan = segments.plan(trie.depth_T, trie.end_T, device)
         if self.in_segments is None and plan.n_calls > segments.MOST_CALLS:
             return None
         return segments.Segments(plan, trie.n_nodes)

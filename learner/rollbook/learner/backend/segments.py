@@ -10,6 +10,8 @@ Shapes: [1, H, L, D] queries, [1, K, L, D] keys and values (K heads, grouped), [
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from rollbook.learner.rows import Ints
+
+from .moving import put
 
 ALIKE = 0.8
 """Segments share a batch of triangles if none is shorter than this part of the longest: the rest is padding."""
@@ -28,13 +32,18 @@ MOST_CALLS = 48
 
 @dataclass(frozen=True)
 class Triangles:
-    """Segments of about one length, each against itself. One segment is a slice; several are gathered and padded."""
+    """Segments of about one length, each against itself.
+
+    Segments of one length that lie side by side are a view; others are gathered and padded.
+    """
 
     start: int
     stop: int
+    count: int
     index_BL: Tensor | None  # token of each place; a padded place repeats its segment's last token
     place_N: Tensor | None  # b * L + l of the places that are none
     token_N: Tensor | None  # their tokens
+    is_padded_BL: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ class Plan:
 
     triangles: list[Triangles]
     rectangles: list[Rectangle]
+    starts: Tensor  # of all segments, and the end: what kernels of ragged batches take
+    longest: int
 
     @property
     def n_calls(self) -> int:
@@ -91,22 +102,25 @@ def plan(depth_L: Ints, end_L: Ints, device: torch.device) -> Plan:
             triangles.append(_triangles(starts[alike], stops[alike], device))
             alike = [i]
     triangles.append(_triangles(starts[alike], stops[alike], device))
-    return Plan(triangles, rectangles)
+    edges = put(np.append(starts, n), device, torch.int32)
+    return Plan(triangles, rectangles, edges, int((stops - starts).max()))
 
 
 def _triangles(starts: Ints, stops: Ints, device: torch.device) -> Triangles:
-    if len(starts) == 1:
-        return Triangles(int(starts[0]), int(stops[0]), None, None, None)
-    length = int((stops - starts).max())
-    place = starts[:, None] + np.arange(length)
+    lengths = stops - starts
+    if (lengths == lengths[0]).all() and (starts[1:] == stops[:-1]).all():
+        return Triangles(int(starts[0]), int(stops[-1]), len(starts), None, None, None, None)
+    place = starts[:, None] + np.arange(int(lengths.max()))
     is_real = place < stops[:, None]
     index = np.minimum(place, stops[:, None] - 1)
     return Triangles(
         int(starts[0]),
-        int(stops[0]),
-        torch.as_tensor(index, device=device),
-        torch.as_tensor(np.flatnonzero(is_real), device=device),
-        torch.as_tensor(index[is_real], device=device),
+        int(stops[-1]),
+        len(starts),
+        put(index, device),
+        put(np.flatnonzero(is_real), device),
+        put(index[is_real], device),
+        put(~is_real, device),
     )
 
 
@@ -122,15 +136,17 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
         kernel = kernel_for(query, key)
-        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        lse = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         rests = []
-        for part in plan.triangles:
-            got, got_lse, rest = kernel.forward(*(_gather(x, part) for x in (query, key, value)), True, scale)
-            _scatter(out, got, part)
-            _scatter(lse, got_lse, part)
+        if kernel.ragged is not None:
+            out, lse, rest = kernel.ragged.forward(query, key, value, plan.starts, plan.longest, scale)
             rests.append(rest)
+        else:
+            out, lse = _alike(query), query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
+            for part in plan.triangles:
+                got, got_lse, rest = kernel.forward(*(_gather(x, part) for x in (query, key, value)), True, scale)
+                _scatter(out, got, part)
+                _scatter(lse, got_lse, part)
+                rests.append(rest)
         for cross in plan.rectangles:
             q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
             got, got_lse, rest = kernel.forward(query[:, :, q], key[:, :, kv], value[:, :, kv], False, scale)
@@ -145,19 +161,18 @@ class _Attention(torch.autograd.Function):
         (grad,) = grads
         query, key, value, out, lse = ctx.saved_tensors
         plan, scale, kernel, rests = ctx.plan, ctx.scale, ctx.kernel, iter(ctx.rests)
-        slopes = [
-            torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-            for x in (query, key, value)
-        ]
-        for part in plan.triangles:
-            grad_part = _gather(grad, part)
-            if part.index_BL is not None:  # a padded place adds nothing
-                assert part.place_N is not None
-                is_real = grad.new_zeros(part.index_BL.numel()).index_fill_(0, part.place_N, 1.0)
-                grad_part = grad_part * is_real.view(len(part.index_BL), 1, -1, 1)
-            parts = (_gather(x, part) for x in (query, key, value, out, lse))
-            for slope, got in zip(slopes, kernel.backward(grad_part, *parts, next(rests), True, scale), strict=True):
-                _scatter(slope, got, part)
+        if kernel.ragged is not None:
+            slopes = kernel.ragged.backward(
+                grad, query, key, value, out, lse, next(rests), plan.starts, plan.longest, scale
+            )
+        else:
+            slopes = (_alike(query), _alike(key), _alike(value))
+            for part in plan.triangles:
+                parts = [_gather(x, part) for x in (grad, query, key, value, out, lse)]
+                if part.is_padded_BL is not None:  # a padded place has probability 0, so it adds nothing
+                    parts[-1] = parts[-1].masked_fill(part.is_padded_BL[:, None], 1e5)
+                for slope, got in zip(slopes, kernel.backward(*parts, next(rests), True, scale), strict=True):
+                    _scatter(slope, got, part)
         for cross in plan.rectangles:
             q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
             views = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
@@ -168,10 +183,19 @@ class _Attention(torch.autograd.Function):
         return *slopes, None, None
 
 
+def _alike(x: Tensor) -> Tensor:
+    """Room for as much, [1, H, L, D] with the heads of a token side by side: as models lay them out."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _view(x: Tensor, part: Triangles) -> Tensor:
+    return x[0, :, part.start : part.stop].unflatten(1, (part.count, -1)).transpose(0, 1)
+
+
 def _gather(x: Tensor, part: Triangles) -> Tensor:
     """[B, H, L, ...] of the segments, from [1, H, L, ...]."""
     if part.index_BL is None:
-        return x[:, :, part.start : part.stop]
+        return _view(x, part)
     if x.ndim == 3:
         return x[0][:, part.index_BL.flatten()].view(x.shape[1], *part.index_BL.shape).transpose(0, 1)
     flat = x.transpose(1, 2)[0].index_select(0, part.index_BL.flatten())
@@ -180,7 +204,7 @@ def _gather(x: Tensor, part: Triangles) -> Tensor:
 
 def _scatter(x: Tensor, got: Tensor, part: Triangles) -> None:
     if part.place_N is None or part.token_N is None:
-        x[:, :, part.start : part.stop] = got
+        _view(x, part).copy_(got)
         return
     flat = got.transpose(1, 2).flatten(0, 1).index_select(0, part.place_N)
     x.transpose(1, 2)[0].index_copy_(0, part.token_N, flat)
@@ -210,6 +234,18 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """All triangles of a sequence in one call, whatever their lengths; starts and longest are the plan's.
+
+    forward(q, k, v, starts, longest, scale) -> out, lse, rest.
+    backward(grad, q, k, v, out, lse, rest, starts, longest, scale) -> the gradients of q, k and v.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor, Any]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
 class Kernel:
     """forward(q, k, v, is_causal, scale) -> out, lse, rest.
 
@@ -219,6 +255,7 @@ class Kernel:
     name: str
     forward: Callable[..., tuple[Tensor, Tensor, Any]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    ragged: Ragged | None = None
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
@@ -238,8 +275,12 @@ def _plain_backward(
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = _wide(q.dtype)
     scores = q.to(wide) @ _spread(k, q).to(wide).mT * scale
     if is_causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -267,6 +308,28 @@ def _flash_backward(
         grad, q, k, v, out, lse.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, offset, scale=scale
     )
     return got[0], got[1], got[2]
+
+
+def _flash_ragged_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor, Any]:
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    out, lse, *rest = torch.ops.aten._flash_attention_forward(
+        *packed, starts, starts, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out.transpose(0, 1)[None], lse.view(q.shape[:3]), rest[:2]
+
+
+def _flash_ragged_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, starts: Tensor, longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    packed = [x[0].transpose(0, 1) for x in (grad, q, k, v, out)]
+    got: Any = torch.ops.aten._flash_attention_backward(
+        *packed, lse[0], starts, starts, longest, longest, 0.0, True, *rest, scale=scale
+    )
+    one, other, third = (x.transpose(0, 1)[None] for x in got)
+    return one, other, third
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
@@ -303,7 +366,8 @@ def _repeating(kernel: Kernel) -> Kernel:
 PLAIN = Kernel("plain", _plain_forward, _plain_backward)
 CUDNN = Kernel("cudnn", _cudnn_forward, _cudnn_backward)
 FLASH = Kernel("flash", _flash_forward, _flash_backward)
-ON_GPU = (CUDNN, FLASH, _repeating(CUDNN), _repeating(FLASH))
+RAGGED = Kernel("flash, ragged", _flash_forward, _flash_backward, Ragged(_flash_ragged_forward, _flash_ragged_backward))
+ON_GPU = (CUDNN, RAGGED, FLASH, _repeating(CUDNN), _repeating(FLASH))
 
 _chosen: dict[tuple[Any, ...], Kernel | None] = {}
 
@@ -331,27 +395,47 @@ def fast_kernel(heads: int, key_heads: int, dim: int, dtype: torch.dtype, device
 def error_of(kernel: Kernel, heads: int, key_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> float:
     """Largest relative error of output and gradients against the plain computation; infinite if it cannot run."""
     generator = torch.Generator(device=device).manual_seed(0)
+    scale = dim**-0.5
+
+    def draw(batch: int, n: int, n_heads: int) -> Tensor:
+        made = torch.randn(batch, n, n_heads, dim, generator=generator, device=device, dtype=torch.float32)
+        return made.to(dtype).transpose(1, 2)
+
+    def drawn(batch: int, n_q: int, n_k: int) -> tuple[Tensor, ...]:
+        return (
+            draw(batch, n_q, heads), draw(batch, n_k, key_heads), draw(batch, n_k, key_heads), draw(batch, n_q, heads)
+        )  # fmt: skip
+
+    def computed(is_causal: bool, by: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        out, lse, rest = by.forward(q, k, v, is_causal, scale)
+        return (out, lse, *by.backward(grad, q, k, v, out, lse, rest, is_causal, scale))
+
+    def pieces(by: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        edges = [0, 192, 292, 293, 500]
+        if by.ragged is not None:
+            starts, longest = torch.tensor(edges, dtype=torch.int32, device=device), 207
+            out, lse, rest = by.ragged.forward(q, k, v, starts, longest, scale)
+            return (out, lse, *by.ragged.backward(grad, q, k, v, out, lse, rest, starts, longest, scale))
+        found = [
+            computed(True, by, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], grad[:, :, a:b]) for a, b in pairwise(edges)
+        ]
+        return tuple(torch.cat(parts, 2) for parts in zip(*found, strict=True))
+
+    cases: list[tuple[tuple[Tensor, ...], Callable[..., tuple[Tensor, ...]]]] = [
+        (drawn(2, 192, 192), partial(computed, True)),
+        (drawn(2, 320, 192), partial(computed, False)),
+    ]
+    if kernel.ragged is not None:
+        cases.append((drawn(1, 500, 500), pieces))
     worst = 0.0
-    for is_causal, n_q, n_k in ((True, 192, 192), (False, 320, 192)):
-
-        def draw(n: int, n_heads: int) -> Tensor:
-            made = torch.randn(2, n, n_heads, dim, generator=generator, device=device, dtype=torch.float32)
-            return made.to(dtype).transpose(1, 2)
-
-        q, k, v, grad = draw(n_q, heads), draw(n_k, key_heads), draw(n_k, key_heads), draw(n_q, heads)
-        scale = dim**-0.5
-        out, lse, _ = PLAIN.forward(q, k, v, is_causal, scale)
-        expected = (out, lse, *PLAIN.backward(grad, q, k, v, out, lse, None, is_causal, scale))
+    for inputs, compute in cases:
+        expected = compute(PLAIN, *inputs)
         try:
-            mine, mine_lse, rest = kernel.forward(q, k, v, is_causal, scale)
-            got = (mine, mine_lse, *kernel.backward(grad, q, k, v, mine, mine_lse, rest, is_causal, scale))
+            got = compute(kernel, *inputs)
         except (RuntimeError, TypeError):  # no such kernel for these heads, this card or this torch
             return float("inf")
         for one, other in zip(got, expected, strict=True):
-            worst = max(
-                worst,
-                float("inf")
-                if one.isnan().any()
-                else float((one.float() - other.float()).norm() / other.float().norm()),
-            )
+            if one.shape != other.shape or one.isnan().any():
+                return float("inf")
+            worst = max(worst, float((one.float() - other.float()).norm() / other.float().norm()))
     return worst
