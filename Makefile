@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-cluster test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-schedulers test-cluster test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,9 +44,14 @@ $(VENV)/ray.stamp: pyproject.toml $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --editable '.[ray]'
 	@touch $@
 
-test-cluster: $(VENV)/ray.stamp  ## the launchers under a real Slurm and Ray of this machine, one training run under each (root, Debian)
-	command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
-	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_books.py
+SLURM := command -v slurmctld >/dev/null || (apt-get update --quiet=2 && apt-get install --yes --quiet=2 --no-install-recommends slurm-wlm munge)
+
+test-schedulers: $(VENV)/ray.stamp  ## one training run under local, a real Slurm and Ray: the same rewards, the same books (root, Debian)
+	$(SLURM)
+	$(BIN)/python -m pytest tests/cluster/check_books.py
+
+test-cluster: test-schedulers  ## the same, and what every launcher promises, under a real Slurm and Ray (root, Debian)
+	$(BIN)/python -m pytest tests/cluster/check_launchers.py
 
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
 $(VENV)-sdks/sdks.stamp: pyproject.toml
