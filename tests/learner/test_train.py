@@ -135,6 +135,17 @@ def test_rejected_groups_are_replaced_and_counted(tmp_path: Path, model: str) ->
     assert len(used) == len(set(used)) == 40
 
 
+def test_a_step_whose_groups_all_agree_draws_a_few_batches_and_goes_on(tmp_path: Path, model: str) -> None:
+    settings = {"actor__dynamic_sampling": True, "actor__dynamic_sampling_draws": 2, "gconfig__n_samples": 2}
+    config = echo_config(tmp_path, model, total_train_epochs=100, **settings)
+    config.total_train_steps = 3
+    rollouts = EchoRollouts(lambda *_: 0.5)
+    metrics = run(config, rollouts)
+    assert [m["n_groups"] for m in metrics] == [10, 10, 10]
+    assert [m["discarded_zero_variance"] for m in metrics] == [40, 40, 40]  # episodes
+    assert rollouts.n_drawn <= 3 * 30
+
+
 def test_a_filter_of_the_caller_decides_too(tmp_path: Path, model: str) -> None:
     config = echo_config(tmp_path, model, total_train_epochs=1, train_dataset__batch_size=5)
     run(config, EchoRollouts(), dynamic_filter_fn=lambda group: group.task["digit"] % 2 == 0)

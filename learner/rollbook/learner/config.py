@@ -119,6 +119,7 @@ class ActorConfig(ModelConfig):
     max_new_tokens: int | None = None  # that limit; null: the engine's (gconfig)
     mask_no_eos: bool = False  # leave interactions that were cut by length out of the loss
     dynamic_sampling: bool | None = None  # leave groups whose rewards are all equal out; null: the recipe's
+    dynamic_sampling_draws: int | None = 10  # batches that a step draws at most for it, then it takes them; null: all
 
     # objective
     eps_clip: float = 0.2  # the ratio's lower clip 1-eps (and the upper, without the next)

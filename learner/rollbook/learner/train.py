@@ -168,7 +168,7 @@ class Run:
 
     def wait_for_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
         """The oldest finished groups that teach something, as many as a step consumes, and those rejected meanwhile."""
-        wanted = self.config.groups_per_step
+        wanted, draws = self.config.groups_per_step, self.config.actor.dynamic_sampling_draws
         usable: list[Group] = []
         rejected: list[tuple[Group, str]] = []
         seen = set(self.used)
@@ -185,7 +185,9 @@ class Run:
                     if len(usable) == wanted:
                         break
                     seen.add(group.group_id)
-                    reason = batches.reason_to_reject(group, drop_all_equal=self.drop_all_equal, accept=self.accept)
+                    n_drawn = len(usable) + sum(reason == "zero_variance" for _, reason in rejected)
+                    drop = self.drop_all_equal and (draws is None or n_drawn < draws * wanted)
+                    reason = batches.reason_to_reject(group, drop_all_equal=drop, accept=self.accept)
                     if reason is None:
                         usable.append(group)
                         continue

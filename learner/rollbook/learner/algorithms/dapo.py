@@ -2,8 +2,9 @@
 
     L = max(-A rho, -A clip(rho, 1 - .2, 1 + .28)), summed over all tokens of the batch and divided by their number
 
-Groups whose rewards are all equal are rejected and drawn anew. With actor.overlong_tokens set, an answer in that zone
-before max_new_tokens loses up to overlong_penalty_factor.
+Groups whose rewards are all equal are rejected and drawn anew, until a step has drawn actor.dynamic_sampling_draws
+batches: a policy that has learnt its tasks agrees with itself, and would draw for ever. With actor.overlong_tokens set,
+an answer in that zone before max_new_tokens loses up to overlong_penalty_factor.
 
 Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", section 3.
 """
