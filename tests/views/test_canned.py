@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from rollbook.store import (
@@ -158,6 +159,11 @@ def test_a_canned_view_gives_the_numbers_of_this_run(book: Book, name: str) -> N
     found = rows(book, name, *columns, **limit)
     assert found == [tuple(pytest.approx(v) if isinstance(v, float) else v for v in row) for row in expected]
     assert rows(book, name, *columns, run="another", **limit) == []
+
+
+@pytest.mark.parametrize("name", CANNED)
+def test_no_number_of_a_canned_view_is_a_decimal(book: Book, name: str) -> None:
+    assert not [field for field in book.canned(name).schema if pa.types.is_decimal(field.type)]
 
 
 def test_every_canned_view_has_one_line_of_help() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rollbook.store import BadSelection, BatchRow, BatchTaken, EpisodeClosed, EpisodeOpened, MemoryLog, RewardGiven
@@ -117,6 +118,12 @@ def test_a_limit_draws_whole_groups_and_a_seed_draws_the_same_ones_again(book: B
     drawn = {tuple(chosen(book, limit=2, order="random", seed=seed)) for seed in range(8)}
     assert len(drawn) > 1
     assert chosen(book, limit=2, order="random", seed=3) == chosen(book, limit=2, order="random", seed=3)
+
+
+@pytest.mark.parametrize("rows", ["interactions", "trajectories", "episodes"])
+def test_no_number_of_a_selection_is_a_decimal(book: Book, rows: Any) -> None:
+    found = book.select(Selection(rows=rows, credit=Credit()))
+    assert not [field for field in found.schema if pa.types.is_decimal(field.type)]
 
 
 def test_the_weights_of_an_episode_sum_to_one(book: Book) -> None:

@@ -107,7 +107,7 @@ _ALL = (
         )
         select run_id, case when n_open > 0 then 'waiting' when n_rewarded = 0 then 'no reward'
             when spread <= 1e-6 then 'all equal' else 'informative' end as health,
-          count(*) as groups, sum(n) as episodes, sum(n_failed) as failed, avg(mean) as reward_mean
+          count(*) as groups, sum(n)::bigint as episodes, sum(n_failed)::bigint as failed, avg(mean) as reward_mean
         from g group by all order by run_id, health
         """,
     ),
@@ -138,7 +138,7 @@ _ALL = (
         "How many interactions trajectories have, and how many tokens training saves by sharing prefixes.",
         f"""
         select n_interactions, count(*) as trajectories, avg(n_tokens) as tokens_mean, avg(n_output) as output_mean,
-          sum(n_tokens) as tokens
+          sum(n_tokens)::bigint as tokens
         from trajectories where {_RUN} and not is_orphan group by n_interactions order by n_interactions
         """,
     ),

@@ -31,6 +31,7 @@ Fork = Literal["mean", "sum", "max"]
 
 _FORKS = {"mean": "avg", "sum": "sum", "max": "max"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LEVELS = 64
 EPISODE_COLUMNS = frozenset(column.name for column in metadata.tables["episodes"].columns)
 
 
@@ -133,40 +134,90 @@ def credit_query(
         """
     if scheme == "arrival":
         fork = "sum"
-        above = "lag(node) over arrived"
+        up = "lag(node) over arrived"
         depth = "row_number() over arrived"
         window = "window arrived as (partition by episode_id order by recorded_at, event_id)"
-        flows = "true"
     else:
-        above = "up_node" if compacts else "case when up_edge = 'compacts' then null else up_node end"
+        keeps = "is_retried and is_leaf" if compacts else "(is_retried and is_leaf) or up_edge = 'compacts'"
+        up = f"case when {keeps} then null else up_node end"
         depth = "depth"
         window = ""
-        flows = "not (is_retried and is_leaf)"
-    # One round per depth, deepest first: a recursive term sees only the round before it, so all children of a level
-    # are there at once. Depths may have holes where a parent lies in another episode.
+    # One round per level, lowest first: a recursive term sees only the round before it, so all children of a level are
+    # there at once. A level is a depth (which may have holes where a parent lies in another episode), as far as
+    # _LEVELS. Below, rounds would be as many as conversations have turns: nodes with one child are stepped over, by
+    # ways to their ends that double (a chain of 10,000 takes 14 rounds), and a level is the number of ends above.
     return f"""
         with recursive {own},
-        nodes as materialized (
+        nodes as materialized ( -- up: what its credit flows to
             select n.*, own.r from (
-                select node, {above} as up, {depth} as depth, {flows} as flows from interactions {only} {window}
+                select node, {up} as up, {depth} as depth from interactions {only} {window}
             ) n left join own using (node)
         ),
-        levels(depth, node, up, flows, g) as (
-            select depth, node, up, flows, r from nodes where depth = (select max(depth) from nodes)
+        passed as materialized (
+            select n.node, k.child, n.r from (
+                select up as node, any_value(node) as child from nodes where depth > {_LEVELS} and up is not null
+                group by up having count(*) = 1
+            ) k join nodes n using (node) where n.depth >= {_LEVELS}
+        ),
+        doubling(round, node, "end", s, n) as (
+            select 0, node, child, r, 1 from passed
             union all
-            select n.depth, n.node, n.up, n.flows,
-              case when k.g is null then n.r else coalesce(n.r, 0) + {gamma!r} * k.g end
-            from (
-                select * from nodes
-                where depth = (select max(depth) from nodes where depth < (select min(depth) from levels))
-            ) n
-            left join (
-                select up, {_FORKS[fork]}(g) as g from levels where g is not null and flows group by up
-            ) k on k.up = n.node
+            select a.round + 1, a.node, coalesce(b."end", a."end"), {_plus("a.s", f"power({gamma!r}, a.n) * b.s")},
+              a.n + coalesce(b.n, 0)
+            from doubling a left join doubling b on b.node = a."end"
+            where a.round < (select ceil(log2(greatest(2, max(depth) - {_LEVELS} + 2))) from nodes)
+        ),
+        ways as materialized (
+            select node, "end", s, n, power({gamma!r}, n) as share from doubling
+            where round = (select max(round) from doubling)
+        ),
+        deep as materialized (
+            select n.node, n.r, case when w.node is null then n.up else t.up end as up, w.s,
+              coalesce(w.share, 1.0) as share
+            from (from nodes anti join passed using (node) where depth >= {_LEVELS}) n
+            left join (select * from ways qualify n = max(n) over (partition by "end")) w on w."end" = n.node
+            left join nodes t on t.node = w.node
+        ),
+        placed(node, level) as (
+            select d.node, coalesce(t.depth + 1, 0) from deep d left join nodes t on t.node = d.up
+            where t.node is null or t.depth < {_LEVELS}
+            union all
+            select d.node, p.level + 1 from deep d join placed p on p.node = d.up
+        ),
+        ends as materialized (
+            select depth as level, node, up, r, null::double as s, 1.0::double as share from nodes
+            where depth < {_LEVELS}
+            union all
+            select p.level, d.node, d.up, d.r, d.s, d.share from deep d join placed p using (node)
+        ),
+        levels(level, node, up, g, up_g) as (
+            select level, node, up, r, {_plus("s", "share * r")} from ends
+            where level = (select max(level) from ends)
+            union all
+            select level, node, up, g, {_plus("s", "share * g")} from (
+                select n.*, {_plus("n.r", f"{gamma!r} * k.g")} as g from (
+                    select * from ends
+                    where level = (select max(level) from ends where level < (select min(level) from levels))
+                ) n
+                left join (
+                    select up, {_FORKS[fork]}(up_g) as g from levels where up is not null and up_g is not null
+                    group by up
+                ) k on k.up = n.node
+            )
         )
-        select i.interaction_id, levels.g as credit
-        from levels join (select interaction_id, node from interactions {only}) i using (node)
+        select i.interaction_id, c.g as credit
+        from (
+            select node, g from levels
+            union all
+            select w.node, {_plus("w.s", "w.share * levels.g")} from ways w join levels
+            on levels.node = w."end"
+        ) c join (select interaction_id, node from interactions {only}) i using (node)
     """
+
+
+def _plus(own: str, spread: str) -> str:
+    """SQL for a sum of which a part, or both, may be missing."""
+    return f"case when {spread} is null then {own} else coalesce({own}, 0) + {spread} end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,38 +293,58 @@ TOLERANCE = 1e-6
 """Rewards of a group that differ by less than this (relative to their size, where that is above 1) are equal."""
 
 
+def _tolerance_sql(low: str, high: str) -> str:
+    return f"{TOLERANCE} * greatest(1.0, abs({high}), abs({low}))"
+
+
 def is_equal_sql(low: str, high: str) -> str:
     """SQL for whether rewards between `low` and `high` are all equal; true where there are none."""
-    return f"coalesce({high} - {low} <= {TOLERANCE} * greatest(1.0, abs({high}), abs({low})), true)"
+    return f"coalesce({high} - {low} <= {_tolerance_sql(low, high)}, true)"
 
 
 def group_statistics_query(rewards: str) -> str:
     """SQL that adds the statistics of its group to each row of a relation (episode_id, group_id, reward).
 
     Over the episodes of the group that have a reward: group_n, group_mean, group_std (of the sample; 0 for one),
-    others_mean (of the others; NULL for one), group_rank (0 for the lowest to 1 for the highest, ties in the middle;
-    .5 where all are equal), is_equal (no difference beyond TOLERANCE), and three advantages, all 0 where is_equal:
-    advantage_std = (r - mean) / std, advantage_mean = r - mean, advantage_others = r - mean of the others.
-    A row without a group is a group of its own.
+    others_mean (of the others; NULL for one), group_rank (0 for the lowest to 1 for the highest; ties, which are
+    rewards that follow one another within TOLERANCE, in the middle), is_equal (no difference beyond TOLERANCE), and
+    three advantages, all 0 where is_equal: advantage_std = (r - mean) / std, advantage_mean = r - mean,
+    advantage_others = r - mean of the others. A row without a group is a group of its own.
     """
     return f"""
-        select *,
-          case when reward is null then null when is_equal then 0.0 else (reward - group_mean) / group_std end
-            as advantage_std,
-          case when reward is null then null when is_equal then 0.0 else reward - group_mean end as advantage_mean,
-          case when reward is null then null when is_equal then 0.0 else reward - others_mean end as advantage_others
-        from (
+        with grouped as (
             select x.*, g.n as group_n, g.mean as group_mean, coalesce(g.std, 0.0) as group_std,
-              case when x.reward is not null and g.n > 1 then (g.n * g.mean - x.reward) / (g.n - 1) end as others_mean,
-              case when x.reward is null then null when g.n = 1 then 0.5 else (
-                rank() over (partition by coalesce(x.group_id, x.episode_id) order by x.reward) - 1 +
-                (count(*) over (partition by coalesce(x.group_id, x.episode_id), x.reward) - 1) / 2.0
-              ) / (g.n - 1) end as group_rank,
-              {is_equal_sql("g.low", "g.high")} as is_equal
+              {is_equal_sql("g.low", "g.high")} as is_equal, coalesce(x.group_id, x.episode_id) as _key,
+              {_tolerance_sql("g.low", "g.high")} as _tolerance
             from ({rewards}) x left join (
                 select coalesce(group_id, episode_id) as key, count(*) as n, avg(reward) as mean,
                   stddev_samp(reward) as std, min(reward) as low, max(reward) as high
                 from ({rewards}) where reward is not null group by all
             ) g on g.key = coalesce(x.group_id, x.episode_id)
+        ),
+        stepped as (
+            select *, reward - lag(reward) over (partition by _key order by reward) > _tolerance as _is_apart
+            from grouped
+        ),
+        tied as ( -- the frame ends with the last of equal rewards, so it does not matter which of them is apart
+            select *, case when reward is not null
+              then count(*) filter (_is_apart) over (partition by _key order by reward) end as _tie
+            from stepped
+        ),
+        ranked as (
+            select *,
+              case when reward is not null and group_n > 1 then (group_n * group_mean - reward) / (group_n - 1) end
+                as others_mean,
+              case when reward is null then null when group_n = 1 then 0.5 else (
+                rank() over (partition by _key order by _tie) - 1 +
+                (count(*) over (partition by _key, _tie) - 1) / 2.0
+              ) / (group_n - 1) end as group_rank
+            from tied
         )
+        select * exclude (_key, _tolerance, _is_apart, _tie),
+          case when reward is null then null when is_equal then 0.0 else (reward - group_mean) / group_std end
+            as advantage_std,
+          case when reward is null then null when is_equal then 0.0 else reward - group_mean end as advantage_mean,
+          case when reward is null then null when is_equal then 0.0 else reward - others_mean end as advantage_others
+        from ranked
     """

@@ -232,7 +232,7 @@ def select_query(selection: Selection) -> str:
     about = f"c.episode_id, c.run_id, c.group_id, c.task_id, c.reward, {', '.join('c.' + name for name in STATISTICS)}"
     if selection.rows == "episodes":
         return f"""
-            {base} select {about}, c.version_min, c.version_max, c.n_output, 1.0 as weight from chosen c
+            {base} select {about}, c.version_min, c.version_max, c.n_output, 1.0::double as weight from chosen c
             order by c.place, c.episode_id
         """
     how = selection.credit
