@@ -42,6 +42,12 @@ def said(reply: Reply) -> dict[str, Any]:
     return message
 
 
+def plain(reply: Reply) -> dict[str, Any]:
+    """All that a reply says, to be compared."""
+    told = {name: getattr(reply, name) for name in reply.__struct_fields__}
+    return told | {"sampled": reply.output_ids, "sampled_logprobs": reply.logprobs}
+
+
 BASH = {
     "type": "function",
     "function": {"name": "bash", "description": "Run it.", "parameters": {"type": "object", "properties": {}}},

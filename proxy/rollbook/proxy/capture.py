@@ -374,8 +374,9 @@ class Capture:
                     raise EngineFailed("the engine's stream ended without a finish reason; ask again")
                 if call.finish_reason == "abort":
                     raise EngineUnavailable("the engine stopped before the answer was whole", retry_after_s=1)
-                for piece in call.finish_reading():
-                    yield piece
+                if request.is_stream:
+                    for piece in call.finish_reading():
+                        yield piece
             except ProxyError as error:
                 call.keep_unread()
                 await self._record_failure(episode, request, error, call, prompt, delivered)
@@ -383,11 +384,9 @@ class Capture:
             except BaseException:
                 call.keep_unread()
                 if prompt is not None and call.n_output:
-                    with anyio.CancelScope(shield=True):
-                        await self._record(episode, request, call, prompt, reached=call.reached(delivered))
+                    await self._record(episode, request, call, prompt, reached=call.reached(delivered))
                 raise
-            with anyio.CancelScope(shield=True):  # what is durable must be known here too
-                await self._record(episode, request, call, prompt)
+            await self._record(episode, request, call, prompt)
             yield call.reply(request, prompt, self._settings.model)
         finally:
             self._gather.end()
@@ -652,12 +651,11 @@ class Capture:
                 parent_id=prompt.match.parent_id if prompt is not None else None,
             ),
         )
-        with anyio.CancelScope(shield=True):
-            if prompt is not None and call.n_output:
-                reached = call.reached(delivered)
-                await self._record(episode, request, call, prompt, reached=reached, also=(failed,))
-            else:
-                await self._gather.append(failed)
+        if prompt is not None and call.n_output:
+            reached = call.reached(delivered)
+            await self._record(episode, request, call, prompt, reached=reached, also=(failed,))
+        else:
+            await self._gather.append(failed)
 
     def _remember(
         self,
@@ -771,8 +769,8 @@ class Capture:
             tool_calls=calls,
             finish_reason=fact.finish_reason or "stop",
             prompt_tokens=node.n_prompt,
-            output_ids=output.tolist(),
-            logprobs=logprobs.tolist(),
+            sampled=output,
+            sampled_logprobs=logprobs,
             prompt_ids=node.path()[: node.n_prompt].tolist() if request.extra.get("return_token_ids") else None,
             created=event.recorded_at // 1_000_000,
             model=fact.model,
@@ -916,8 +914,8 @@ class _Call:
             tool_calls=self.reader.tool_calls,
             finish_reason=self.finish,
             prompt_tokens=len(prompt.ids),
-            output_ids=self.output_ids.tolist(),
-            logprobs=self.logprobs.tolist(),
+            sampled=self.output_ids,
+            sampled_logprobs=self.logprobs,
             prompt_ids=prompt.ids.tolist() if request.extra.get("return_token_ids") else None,
             created=int(self.started_at),
             model=request.model if request.model != "default" else model,

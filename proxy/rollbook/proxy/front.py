@@ -89,7 +89,7 @@ class Front:
             pass
         except ProxyError as error:
             status, refusal = refuse_as_openai(error)
-            await answer(send, status, refusal, error_headers(error))
+            await answer(scope, send, status, refusal, error_headers(error))
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -108,7 +108,7 @@ class Front:
         if scope["method"] != "POST" or path not in _ROUTED:
             await self._app(scope, receive, send)  # any worker can say it
             return
-        body = await self._body(headers, receive)
+        body = await self._body(scope, headers, receive)
         if path == "/rl/start_session":
             await self._start(body, scope, send)
         elif path == "/rl/weights":
@@ -116,8 +116,9 @@ class Front:
         else:
             await self._to_who_knows(body, scope, send)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        return await read_body(headers, receive, max_bytes=self._config.max_body_bytes, seconds=self._config.body_s)
+    async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        config = self._config
+        return await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
 
     async def _start(self, body: bytes, scope: Scope, send: Send) -> None:
         """A session begins where its key says; without a key, here."""
@@ -130,13 +131,13 @@ class Front:
         if status == 200:
             started = msgspec.json.decode(said, type=Started)
             said = msgspec.json.encode(msgspec.structs.replace(started, base_url=self._peers[owner] + "/v1"))
-        await answer(send, status, said, headers)
+        await answer(scope, send, status, said, headers)
 
     async def _to_all(self, body: bytes, scope: Scope, send: Send) -> None:
         """Every worker has engines. The first refusal is the answer."""
         answers = await asyncio.gather(*(self._ask(i, body, scope) for i in range(len(self._peers))))
         status, headers, said = next((a for a in answers if a[0] != 200), answers[self._index])
-        await answer(send, status, said, headers)
+        await answer(scope, send, status, said, headers)
 
     async def _to_who_knows(self, body: bytes, scope: Scope, send: Send) -> None:
         """What an admin asks about a session by its id: of us first, then of the others, until one knows it."""
@@ -145,7 +146,7 @@ class Front:
             status, headers, said = await self._ask(i, body, scope)
             if status != 404:
                 break
-        await answer(send, status, said, headers)
+        await answer(scope, send, status, said, headers)
 
     async def _ask(self, i: int, body: bytes, scope: Scope) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """A whole answer of a worker, ours included."""
@@ -168,13 +169,13 @@ class Front:
 
         headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
         headers.append((b"content-length", b"%d" % len(body)))
-        await self._app({**scope, "headers": headers}, receive, send)
+        await self._app({**scope, "headers": headers, "rollbook.connection": None}, receive, send)
         said = b"".join([message.get("body", b"") for message in sent[1:]])
         return sent[0]["status"], [pair for pair in sent[0]["headers"] if pair[0].lower() not in _HOP], said
 
     async def _pass_on(self, owner: int, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as the owner does, piece by piece; the client leaving leaves there as well."""
-        body = await self._body(dict(scope["headers"]), receive)
+        body = await self._body(scope, dict(scope["headers"]), receive)
         relaying = asyncio.ensure_future(self._relay(owner, body, scope, send))
         unwatch = watch(scope, receive, lambda: _cancel(relaying))
         try:

@@ -6,6 +6,7 @@ last of them, go at once. (PostgreSQL has the same as commit_delay and commit_si
 """
 
 import asyncio
+from collections.abc import Sequence
 
 from rollbook.store import BadEvent, Event, Log
 
@@ -13,12 +14,44 @@ WAIT_S = 0.002
 """How long the first event of a commit waits for others. A commit takes about half of this."""
 
 
+class _Append:
+    """One caller's events, and who waits for them."""
+
+    __slots__ = ("error", "events", "positions", "waiter")
+
+    def __init__(self, events: tuple[Event, ...]) -> None:
+        self.events = events
+        self.positions: list[int] | None = None
+        self.error: BaseException | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    async def wait(self) -> list[int]:
+        cancelled: asyncio.CancelledError | None = None
+        while self.positions is None and self.error is None:
+            self.waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self.waiter
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        if self.error is not None:
+            raise self.error
+        assert self.positions is not None
+        return self.positions
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error = error
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
 class Gather:
     """Appends to a log for the calls of one event loop. `begin` and `end` tell how many calls are in progress."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._waiting: list[tuple[tuple[Event, ...], asyncio.Future[list[int]]]] = []
+        self._waiting: list[_Append] = []
         self._timer: asyncio.TimerHandle | None = None
         self._n_calls = 0
         self._tasks: set[asyncio.Task[None]] = set()  # commits in progress; who appended waits for them
@@ -32,17 +65,16 @@ class Gather:
         self._n_calls -= 1
 
     async def append(self, *events: Event) -> list[int]:
-        """As `Log.append`: durable when it returns. A caller that is cancelled meanwhile takes nothing back."""
-        if self._n_calls <= 1 and not self._waiting:
-            return await self._log.append(*events)
+        """As `Log.append`: durable when it returns. A caller that is cancelled meanwhile takes nothing back: it is held
+        until the events are durable, so that what comes after it knows them, and is cancelled then."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[int]] = loop.create_future()
-        self._waiting.append((events, future))
+        one = _Append(events)
+        self._waiting.append(one)
         if len(self._waiting) >= self._n_calls:
             self._flush()
         elif self._timer is None:
             self._timer = loop.call_later(WAIT_S, self._flush)
-        return await future
+        return await one.wait()
 
     def _flush(self) -> None:
         if self._timer is not None:
@@ -54,31 +86,23 @@ class Gather:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _commit(self, batch: list[tuple[tuple[Event, ...], "asyncio.Future[list[int]]"]]) -> None:
+    async def _commit(self, batch: "Sequence[_Append]") -> None:
         try:
-            positions = await self._log.append(*(event for events, _ in batch for event in events))
+            positions = await self._log.append(*(event for one in batch for event in one.events))
         except BadEvent as error:
             if len(batch) == 1:
-                _fail(batch, error)
+                batch[0].end(error)
                 return
             for one in batch:  # one of them is bad: the others must not suffer for it
                 await self._commit([one])
         except BaseException as error:
-            _fail(batch, error)
+            for one in batch:
+                one.end(error)
             if not isinstance(error, Exception):
                 raise
         else:
             begin = 0
-            for events, future in batch:
-                if not future.done():  # else its caller was cancelled; the events stay
-                    future.set_result(positions[begin : begin + len(events)])
-                begin += len(events)
-
-
-def _fail(batch: list[tuple[tuple[Event, ...], "asyncio.Future[list[int]]"]], error: BaseException) -> None:
-    for _, future in batch:
-        if not future.done():
-            if isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
-                future.set_exception(error)
+            for one in batch:
+                end = begin + len(one.events)
+                one.positions, begin = positions[begin:end], end
+                one.end()

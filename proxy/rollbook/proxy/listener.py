@@ -4,13 +4,15 @@ send them."""
 import errno
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from .wire import Header, Scope
 
 HEADER_S = 15.0
 """How long a client may take over a request's headers."""
@@ -73,6 +75,53 @@ class Protocol(HttpToolsProtocol):
 
     def _unwatch(self) -> None:
         self._on_lost = None
+
+    def body(self, scope: Scope) -> bytes | None:
+        """See `wire.Connection`."""
+        cycle = self.cycle
+        if cycle.scope is not scope or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        return body
+
+    def answer(self, scope: Scope, status: int, headers: Iterable[Header], body: bytes) -> bool:
+        """See `wire.Connection`."""
+        cycle = self.cycle
+        if cycle.scope is not scope or cycle.response_started or cycle.disconnected or self.flow.write_paused:
+            return False
+        head = [STATUS_LINE[status], b"content-length: %d\r\n" % len(body)]
+        for header in headers:
+            if header[0] == b"connection":
+                cycle.keep_alive = False
+            else:
+                head.append(b"%b: %b\r\n" % header)
+        if not cycle.keep_alive:
+            head.append(b"connection: close\r\n")
+        head += (b"\r\n", body)
+        self.transport.write(b"".join(head))
+        cycle.response_started = True
+        self._complete()
+        return True
+
+    def write(self, scope: Scope, body: bytes, *, is_last: bool) -> bool:
+        """See `wire.Connection`."""
+        cycle = self.cycle
+        if cycle.scope is not scope or not cycle.chunked_encoding or cycle.disconnected or self.flow.write_paused:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n%b" % (len(body), body, b"0\r\n\r\n" if is_last else b""))
+        if is_last:
+            self._complete()
+        return True
+
+    def _complete(self) -> None:
+        """As uvicorn does it at the end of an answer."""
+        cycle = self.cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

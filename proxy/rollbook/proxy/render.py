@@ -525,7 +525,7 @@ class Renderer:
         if not self._end:
             return self.tokenizer.encode(text)
         ids = self.tokenizer.encode(self._end + text)
-        return ids[int(np.argmax(ids == self._end_id)) + 1 :]
+        return ids[int((ids == self._end_id).argmax()) + 1 :]
 
     def _stand_in_tail(
         self,

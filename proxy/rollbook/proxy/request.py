@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from .engine import FinishReason, Sampling
+from rollbook.store.events import Float32s, Int32s
+
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Sampling
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
@@ -72,7 +74,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens: int = 0
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """A finished answer, durable by the time anybody sees it."""
 
     interaction_id: str
@@ -81,9 +83,23 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason | str = "stop"  # stop | length | tool_calls | abort
     prompt_tokens: int = 0
-    output_ids: list[int] = []
-    logprobs: list[float] = []
+    sampled: Int32s = EMPTY_IDS
+    sampled_logprobs: Float32s = EMPTY_LOGPROBS
     prompt_ids: list[int] | None = None
     created: int = 0  # seconds since the epoch
     model: str = "default"
     version: int = 0  # policy version of the last token
+
+    @property
+    def n_output(self) -> int:
+        return len(self.sampled)
+
+    @property
+    def output_ids(self) -> list[int]:
+        ids: list[int] = self.sampled.tolist()
+        return ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        logprobs: list[float] = self.sampled_logprobs.tolist()
+        return logprobs

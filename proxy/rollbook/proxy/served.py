@@ -331,7 +331,8 @@ class ServedEngine(abc.ABC):
 
     # -- answers
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+    def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        """See `engine.Engine`."""
         check_sampling(generation.sampling)
         if self._session is None:
             raise EngineUnavailable(f"the {self.name} engine is not running; enter it with `async with` first")
@@ -342,13 +343,7 @@ class ServedEngine(abc.ABC):
             raise ContextOverflow(
                 f"the prompt has {n_prompt} tokens and the context is {self._max_context}, output included; shorten it"
             )
-        self._running += 1
-        try:
-            async with aclosing(self._answer(generation)) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._running -= 1
+        return self._answer(generation)
 
     async def _answer(self, generation: Generation) -> AsyncIterator[Sampled]:
         """An answer out of as many upstream requests as it takes."""
@@ -356,59 +351,63 @@ class ServedEngine(abc.ABC):
         room = self._max_context - len(prompt)
         limit = min(sampling.max_tokens or room, room)
         parts, n, breaks, part, version, form = [prompt], 0, 0, 0, self._version, generation.form
-        while True:
-            await self._gate.wait()
-            if self._session is None:
-                yield _end("abort", version)
-                return
-            last = int(parts[-1][-1])
-            if n and (n == limit or last in sampling.stop_token_ids):
-                # The server was lost between the last token and the word that it was the last.
-                yield _end("stop" if last in sampling.stop_token_ids else "length", version)
-                return
-            if form is not None:
-                if n:
-                    raise EngineUnavailable(
-                        "the answer was interrupted, and its form cannot be taken up in the middle; ask again",
-                        retry_after_s=1,
-                    )
-                await self._check_forms()
-            parts = [np.concatenate(parts)] if n else parts
-            version, life, updates = self._version, self._lives, self._updates
-            rest = msgspec.structs.replace(
-                sampling, max_tokens=limit - n, min_tokens=min(limit - n, max(0, sampling.min_tokens - n))
-            )
-            name = generation.request_id if part == 0 else f"{generation.request_id}-{part}"
-            part += 1
-            self._formed += form is not None
-            self._in_use[version] += 1
-            try:
-                answers = self._ask(parts[0], rest, name, version, form, is_streamed=generation.is_streamed)
-                async with aclosing(answers) as pieces:  # type: ignore[type-var]
-                    async for more, logprobs, reason in pieces:
-                        if len(more):
-                            parts.append(more)
-                            n, breaks = n + len(more), 0
-                        ending = _ENDINGS.get(reason)
-                        if len(more) or ending:
-                            yield Sampled(ids=more, logprobs=logprobs, version=version, finish_reason=ending)
-                        if ending:
-                            return
-            except Broken as error:
-                if form is not None and n == 0 and _ABOUT_FORMS.search(str(error)) and await self._is_alive():
-                    raise BadRequest(
-                        f"{self.name} cannot hold an answer to this form: {error}", param="response_format"
-                    ) from error
-                await self._recover(life, breaks + 1, error)
-                breaks += 1
-                continue
-            finally:
-                self._formed -= form is not None
-                self._in_use[version] -= 1
-            if self._updates == updates and self._lives == life:
-                # Somebody else ended it: an administrator, or another client of the same server.
-                yield _end("abort", version)
-                return
+        self._running += 1
+        try:
+            while True:
+                await self._gate.wait()
+                if self._session is None:
+                    yield _end("abort", version)
+                    return
+                last = int(parts[-1][-1])
+                if n and (n == limit or last in sampling.stop_token_ids):
+                    # The server was lost between the last token and the word that it was the last.
+                    yield _end("stop" if last in sampling.stop_token_ids else "length", version)
+                    return
+                if form is not None:
+                    if n:
+                        raise EngineUnavailable(
+                            "the answer was interrupted, and its form cannot be taken up in the middle; ask again",
+                            retry_after_s=1,
+                        )
+                    await self._check_forms()
+                parts = [np.concatenate(parts)] if n else parts
+                version, life, updates = self._version, self._lives, self._updates
+                rest = msgspec.structs.replace(
+                    sampling, max_tokens=limit - n, min_tokens=min(limit - n, max(0, sampling.min_tokens - n))
+                )
+                name = generation.request_id if part == 0 else f"{generation.request_id}-{part}"
+                part += 1
+                self._formed += form is not None
+                self._in_use[version] += 1
+                try:
+                    answers = self._ask(parts[0], rest, name, version, form, is_streamed=generation.is_streamed)
+                    async with aclosing(answers) as pieces:  # type: ignore[type-var]
+                        async for more, logprobs, reason in pieces:
+                            if len(more):
+                                parts.append(more)
+                                n, breaks = n + len(more), 0
+                            ending = _ENDINGS.get(reason)
+                            if len(more) or ending:
+                                yield Sampled(ids=more, logprobs=logprobs, version=version, finish_reason=ending)
+                            if ending:
+                                return
+                except Broken as error:
+                    if form is not None and n == 0 and _ABOUT_FORMS.search(str(error)) and await self._is_alive():
+                        raise BadRequest(
+                            f"{self.name} cannot hold an answer to this form: {error}", param="response_format"
+                        ) from error
+                    await self._recover(life, breaks + 1, error)
+                    breaks += 1
+                    continue
+                finally:
+                    self._formed -= form is not None
+                    self._in_use[version] -= 1
+                if self._updates == updates and self._lives == life:
+                    # Somebody else ended it: an administrator, or another client of the same server.
+                    yield _end("abort", version)
+                    return
+        finally:
+            self._running -= 1
 
     async def _recover(self, life: int, breaks: int, cause: Exception) -> None:
         """Return when a server is there again. Raises EngineFailed if it was never away, EngineUnavailable if gone."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from types import TracebackType
@@ -66,7 +66,7 @@ from .request import Piece
 from .sessions import Session, Sessions
 from .spans import Spans
 from .tokenizer import Tokenizer
-from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, error_headers, read_body, watch
+from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, connection_of, error_headers, read_body, watch
 
 AnyRequest: TypeAlias = Request[Any, Any, Any]
 
@@ -226,15 +226,15 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         _require_post(scope)
         session = service.sessions.require_open(bearer(headers))
         config = service.config
-        body = await read_body(headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        asked = dialect.parse(body, Context(defaults=config.gconfig, headers=headers))
         request = msgspec.structs.replace(
-            dialect.parse(body, Context(defaults=config.gconfig, headers=headers)),
+            asked,
             body_sha256=hashlib.sha256(body).hexdigest(),
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
             is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
+            role=headers.get(b"x-rollbook-role", b"").decode("latin-1") or asked.role,
         )
-        if role := headers.get(b"x-rollbook-role"):
-            request = msgspec.structs.replace(request, role=role.decode("latin-1"))
         client = service.calls.begin(session, request)
         await _serve_call(client, dialect, scope, receive, send, config)
         status, wrong = (499 if client.has_left else 200), client.call.error
@@ -243,14 +243,14 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
     except ProxyError as error:
         wrong = error
         status, refusal = dialect.refuse(error)
-        await answer(send, status, refusal, error_headers(error))
+        await answer(scope, send, status, refusal, error_headers(error))
     except Exception as error:
         if client is not None and client.call.request.is_stream:
             raise  # the answer may have begun; the connection is cut
         _log.error("a model call failed in a way that nobody foresaw", exc_info=error)
         wrong = ProxyError("the server failed; its log says why")
         status, refusal = dialect.refuse(wrong)
-        await answer(send, status, refusal, error_headers(wrong))
+        await answer(scope, send, status, refusal, error_headers(wrong))
     finally:
         if client is not None:
             service.calls.finish(client)
@@ -268,7 +268,7 @@ async def _serve_call(
     unwatch = watch(scope, receive, client.leave)
     try:
         if request.is_stream:
-            await _stream_call(client, dialect, send, config)
+            await _stream_call(client, dialect, scope, send, config)
             return
         while not call.is_done and not client.has_left:
             await client.wait()
@@ -276,14 +276,14 @@ async def _serve_call(
             return
         if call.error is not None:
             raise call.error
-        await answer(send, 200, dialect.render(request, call.answer))
+        await answer(scope, send, 200, dialect.render(request, call.answer))
         client.is_served = True
     finally:
         unwatch()
 
 
-async def _stream_call(client: Client, dialect: Dialect, send: Send, config: ServeConfig) -> None:
-    call = client.call
+async def _stream_call(client: Client, dialect: Dialect, scope: Scope, send: Send, config: ServeConfig) -> None:
+    call, connection = client.call, connection_of(scope)
     while call.first is None and not call.is_done and not client.has_left:
         await client.wait()
     if client.has_left:
@@ -301,15 +301,15 @@ async def _stream_call(client: Client, dialect: Dialect, send: Send, config: Ser
         out += b"".join([stream.piece(choice, piece) for choice, piece in join_pieces(pieces)])
         if is_done:
             out += stream.end(call.answer) if call.error is None else stream.fail(call.error)
-        if out:
+        if out and not (connection is not None and connection.write(scope, out, is_last=is_done)):
             try:
                 async with asyncio.timeout(config.stall_s):
                     await send({"type": "http.response.body", "body": out, "more_body": not is_done})
             except TimeoutError:
                 raise ClientGone from None  # it takes nothing any more
-            out = b""
-            if not client.has_left:
-                call.n_sent = max(call.n_sent, sent)
+        if out and not client.has_left:
+            call.n_sent = max(call.n_sent, sent)
+        out = b""
         if is_done:
             client.is_served = not client.has_left and call.error is None
             return
@@ -389,14 +389,14 @@ async def count_tokens(scope: Scope, receive: Receive, send: Send) -> None:
         _require_post(scope)
         headers = dict(scope["headers"])
         service.sessions.require_open(bearer(headers))
-        body = await read_body(headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
         request = dialect.parse(body, Context(defaults=config.gconfig, headers=headers))
-        await answer(send, 200, msgspec.json.encode({"input_tokens": await service.capture.count(request)}))
+        await answer(scope, send, 200, msgspec.json.encode({"input_tokens": await service.capture.count(request)}))
     except ClientGone:
         pass
     except ProxyError as error:
         status, refusal = dialect.refuse(error)
-        await answer(send, status, refusal, error_headers(error))
+        await answer(scope, send, status, refusal, error_headers(error))
 
 
 @asgi(["/completions", "/v1/completions"], copy_scope=False)
@@ -429,35 +429,69 @@ async def grant_capacity(request: AnyRequest, service: Served) -> dict[str, int]
     return {"capacity": service.sessions.grant()}
 
 
-@post(["/rl/start_session", "/v1/rl/start_session"], status_code=200)
-async def start_session(request: AnyRequest, service: Served) -> Started:
+async def start_session(service: Service, key: str | None, body: bytes) -> Started:
     """Open an episode and give its key."""
-    service.sessions.require_admin(_key(request))
-    return await service.sessions.start(_decode_start(await request.body()))
+    service.sessions.require_admin(key)
+    return await service.sessions.start(_decode_start(body))
 
 
-@post(["/rl/set_reward", "/v1/rl/set_reward"], status_code=200)
-async def set_reward(request: AnyRequest, service: Served) -> dict[str, str | None]:
+async def set_reward(service: Service, key: str | None, body: bytes) -> dict[str, str | None]:
     """Judge an interaction or an episode, open or ended."""
-    key = _key(request)
     is_admin = service.sessions.is_admin(key)
-    body = _decode_reward(await request.body())
-    session = await _session_known(service, key, is_admin, body.session_id)
-    target = await service.sessions.reward(session, body)
+    asked = _decode_reward(body)
+    session = await _session_known(service, key, is_admin, asked.session_id)
+    target = await service.sessions.reward(session, asked)
     return {"message": "success", "interaction_id": target}
 
 
-@post(["/rl/end_session", "/v1/rl/end_session"], status_code=200)
-async def end_session(request: AnyRequest, service: Served) -> Ended:
+async def end_session(service: Service, key: str | None, body: bytes) -> Ended:
     """Close an episode. Twice is once."""
-    key = _key(request)
     is_admin = service.sessions.is_admin(key)
-    body = _decode_end(await request.body() or b"{}")
-    if body.state == "lost":
-        session = await _session_known(service, key, is_admin, body.session_id)
+    asked = _decode_end(body or b"{}")
+    if asked.state == "lost":
+        session = await _session_known(service, key, is_admin, asked.session_id)
     else:  # of a session that another server has, only its loss is ours to record
-        session = _session_meant(service, key, is_admin, body.session_id)
-    return Ended(message="success", interaction_count=await service.sessions.end(session, body.state, body.reason))
+        session = _session_meant(service, key, is_admin, asked.session_id)
+    return Ended(message="success", interaction_count=await service.sessions.end(session, asked.state, asked.reason))
+
+
+_SESSION_ROUTES: dict[str, Callable[[Service, str | None, bytes], Awaitable[object]]] = {
+    "/rl/start_session": start_session,
+    "/rl/set_reward": set_reward,
+    "/rl/end_session": end_session,
+}
+"""Every episode asks for these, so they go without the framework as model calls do."""
+
+
+async def manage(
+    service: Service,
+    route: Callable[[Service, str | None, bytes], Awaitable[object]],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Answer one of the routes above."""
+    config = service.config
+    try:
+        _require_post(scope)
+        headers = dict(scope["headers"])
+        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        said = msgspec.json.encode(await route(service, bearer(headers), body))
+    except ClientGone:
+        return
+    except Exception as error:
+        wrong = _translated(error)
+        status, refusal = refuse_as_openai(wrong)
+        await answer(scope, send, status, refusal, error_headers(wrong))
+    else:
+        await answer(scope, send, 200, said)
+
+
+@asgi([prefix + path for path in _SESSION_ROUTES for prefix in ("", "/v1")], copy_scope=False)
+async def session_routes(scope: Scope, receive: Receive, send: Send) -> None:
+    """The same, where they came the long way."""
+    route = _SESSION_ROUTES[scope["path"].rstrip("/").removeprefix("/v1")]
+    await manage(_service(scope), route, scope, receive, send)
 
 
 def _session_meant(service: Service, key: str | None, is_admin: bool, session_id: str | None) -> Session:
@@ -586,19 +620,24 @@ def refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
         known = {404: NotFound, 405: WrongMethod, 413: TooLarge}.get(error.status_code, BadRequest)
         wrong = known(f"{request.method} {request.url.path}: {error.detail}")
         wrong.status = error.status_code
-    elif isinstance(error, ProxyError):
-        wrong = error
-    elif isinstance(error, LogWriteFailed | LogClosed):
-        _log.error("a fact could not be recorded: %s", error)
-        wrong = NotRecorded(f"it could not be recorded, so it did not happen: {error}")
-    elif isinstance(error, StoreError):
-        wrong = BadRequest(str(error))
     else:
-        _log.error("a request failed in a way that nobody foresaw", exc_info=error)
-        wrong = ProxyError("the server failed; its log says why")
+        wrong = _translated(error)
     status, content = refuse_as_openai(wrong)
     headers = {name.decode(): value.decode() for name, value in error_headers(wrong)}
     return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+def _translated(error: Exception) -> ProxyError:
+    """Any error of a route that is no model call."""
+    if isinstance(error, ProxyError):
+        return error
+    if isinstance(error, LogWriteFailed | LogClosed):
+        _log.error("a fact could not be recorded: %s", error)
+        return NotRecorded(f"it could not be recorded, so it did not happen: {error}")
+    if isinstance(error, StoreError):
+        return BadRequest(str(error))
+    _log.error("a request failed in a way that nobody foresaw", exc_info=error)
+    return ProxyError("the server failed; its log says why")
 
 
 HANDLERS = [
@@ -608,9 +647,7 @@ HANDLERS = [
     count_tokens,
     completions,
     grant_capacity,
-    start_session,
-    set_reward,
-    end_session,
+    session_routes,
     post_weights,
     get_weights,
     health,
@@ -623,7 +660,7 @@ HANDLERS = [
 
 
 class App(Litestar):
-    """Litestar, but that model calls do not go through its routing and middleware.
+    """Litestar, but that model calls and sessions do not go through its routing and middleware.
 
     They are its routes all the same: a path with a trailing slash, say, comes to them the long way.
     """
@@ -634,6 +671,10 @@ class App(Litestar):
             dialect = service.dialects.get(scope["path"])
             if dialect is not None:
                 await complete(service, dialect, scope, receive, send)
+                return
+            route = _SESSION_ROUTES.get(scope["path"].removeprefix("/v1"))
+            if route is not None:
+                await manage(service, route, scope, receive, send)
                 return
         await super().__call__(scope, receive, send)
 

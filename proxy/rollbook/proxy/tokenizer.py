@@ -8,7 +8,9 @@ so that the same folder gives the same text here and in transformers. What to re
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -198,6 +200,13 @@ class Words:
         ids: list[int] = []
         take, known, n_new = ids.extend, self._words.get, 0
         run, *words = text.split(" ")  # run: what comes before the next place where text can be cut
+        if len(words) > 2 and run[-1:].isprintable():
+            with suppress(KeyError):  # prose, but for its last word: nothing has to be looked at more closely
+                prose = list(map(self._words.__getitem__, words[:-1]))
+                if run:
+                    self._take_run(run, ids)
+                take(chain.from_iterable(prose))
+                run, words = "", words[-1:]
         for word in words:
             found = known(word)
             if found is None and word[:1].isalpha() and word[0].isascii() and word.isprintable():

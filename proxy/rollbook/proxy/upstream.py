@@ -8,7 +8,6 @@ a server is asked besides answers goes through aiohttp (`served.py`).
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -282,14 +281,17 @@ class Events:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of the events that are now whole."""
-        lines = (self._rest + data if self._rest else data).split(b"\n")
-        self._rest = lines.pop()
-        found: list[Any] = []
-        for line in lines:
-            if line.startswith(b"data:"):
-                event = line[5:].strip()
+        if self._rest:
+            data = self._rest + data
+        found: list[bytes] = []
+        at = 0
+        while (end := data.find(b"\n", at)) >= 0:  # `split` looks at byte after byte, and answers are long
+            if data.startswith(b"data:", at):
+                event = data[at + 5 : end].strip()
                 if event == b"[DONE]":
                     self.is_done = True
                     break
                 found.append(event)
+            at = end + 1
+        self._rest = data[at:]
         return found

@@ -37,16 +37,16 @@ class _Logprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Logprob] | None = None  # from /inference/v1/generate
     token_logprobs: list[float] | None = None  # from /v1/completions
 
 
-class _Span(msgspec.Struct):
+class _Span(msgspec.Struct, gc=False):
     version: str
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -235,6 +235,7 @@ class VLLMEngine(ServedEngine):
         """What some events say together."""
         ids: list[int] = []
         logprobs: list[float] = []
+        reason = None
         for data in events:
             chunk = _decode_chunk(data)
             if chunk.error is not None:
@@ -242,35 +243,38 @@ class VLLMEngine(ServedEngine):
             for choice in chunk.choices:
                 if choice.finish_reason == "error":
                     raise Broken("the request failed in the server")
-                self._take(choice, version, ids, logprobs)
-                if choice.finish_reason is not None:
-                    return np.array(ids, np.int32), np.array(logprobs, np.float32), choice.finish_reason
-        return np.array(ids, np.int32), np.array(logprobs, np.float32), None
+                if choice.token_ids is not None:
+                    ids += choice.token_ids
+                if choice.logprobs is not None:
+                    # Either list, and from a generate the long way: an object for each token.
+                    logprobs += choice.logprobs.token_logprobs or [x.logprob for x in choice.logprobs.content or ()]
+                if len(ids) != len(logprobs):
+                    self._refuse_piece(choice)
+                if choice.weight_versions is not None:
+                    self._check_version(version, choice.weight_versions)
+                reason = choice.finish_reason
+            if reason is not None:
+                break
+        return np.array(ids, np.int32), np.array(logprobs, np.float32), reason
 
-    def _take(self, choice: _Choice, version: int | None, ids: list[int], logprobs: list[float]) -> None:
-        """Add what a choice brings."""
-        new = choice.token_ids or []
-        given = choice.logprobs
-        if given is None:
-            known: list[float] = []
-        else:
-            known = given.token_logprobs or [entry.logprob for entry in given.content or ()]
-        if len(new) != len(known):
-            raise EngineFailed(
-                f"vLLM at {self._url} sent {len(new)} token ids and {len(known)} logprobs in one piece; every "
-                "token needs both: is return_token_ids known to this server?"
-            )
+    def _refuse_piece(self, choice: _Choice) -> None:
+        given = choice.logprobs or _Logprobs()
+        raise EngineFailed(
+            f"vLLM at {self._url} sent {len(choice.token_ids or ())} token ids and "
+            f"{len(given.token_logprobs or given.content or ())} logprobs in one piece; every token needs both: is "
+            "return_token_ids known to this server?"
+        )
+
+    def _check_version(self, version: int | None, spans: list[_Span]) -> None:
         if version in self._adapters:
             version = self._base_version  # vLLM counts the base's
         if version is not None and self._has_versions:
-            made_by = {span.version for span in choice.weight_versions or ()}
+            made_by = {span.version for span in spans}
             if made_by - {str(version)}:
                 raise EngineFailed(
                     f"vLLM at {self._url} says that version {', '.join(sorted(made_by))} answered, expected {version}: "
                     "somebody else changed its weights"
                 )
-        ids += new
-        logprobs += known
 
     async def load_weights(self, path: str, version: int) -> None:
         """See `ServedEngine`."""

@@ -6,7 +6,7 @@ Limits are kept here: body size and time, what a key looks like, how long a clie
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import BadRequest, ProxyError, TooLarge
 
@@ -36,7 +36,37 @@ def bearer(headers: Mapping[bytes, bytes]) -> str | None:
     return key.strip().decode("latin-1") or None
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, *, max_bytes: int, seconds: float) -> bytes:
+class Connection(Protocol):
+    """What our own server (`listener.Protocol`) can do beyond ASGI, in a scope's `rollbook.connection`. It does at once
+    what would take several messages, coroutines and timers. A scope that is not of the request that the connection is
+    at gets nothing."""
+
+    def body(self, scope: Scope) -> bytes | None:
+        """The request's body, if all of it has come; once."""
+        ...
+
+    def answer(self, scope: Scope, status: int, headers: Iterable[Header], body: bytes) -> bool:
+        """Give a whole answer. False where that must be waited for, and nothing was done."""
+        ...
+
+    def write(self, scope: Scope, body: bytes, *, is_last: bool) -> bool:
+        """Give more of an answer that has begun. False where that must be waited for, and nothing was done."""
+        ...
+
+    def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
+        """Have `leave` called when the client goes; returns what ends that."""
+        ...
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None under another server."""
+    connection: Connection | None = scope.get("rollbook.connection")
+    return connection
+
+
+async def read_body(
+    scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, *, max_bytes: int, seconds: float
+) -> bytes:
     """The whole request body. Raises TooLarge, BadRequest if it takes too long, ClientGone."""
     encoding = headers.get(b"content-encoding", b"identity")
     if encoding.lower() != b"identity":
@@ -47,6 +77,9 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, *, max_byt
         if told <= 4 * max_bytes:
             await _discard(receive)
         raise TooLarge(f"the body has {told} bytes, the most is {max_bytes}; shorten the request")
+    connection = connection_of(scope)
+    if connection is not None and (whole := connection.body(scope)) is not None and len(whole) <= max_bytes:
+        return whole
     try:
         async with asyncio.timeout(seconds):
             message = await receive()
@@ -81,7 +114,7 @@ def watch(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Callable
 
     Our own server tells without a task (`listener.Protocol`); under another one the next message tells.
     """
-    connection = scope.get("rollbook.connection")
+    connection = connection_of(scope)
     if connection is not None:
         return connection.watch(leave)
     task = asyncio.ensure_future(receive())
@@ -89,8 +122,13 @@ def watch(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Callable
     return task.cancel  # type: ignore[return-value]
 
 
-async def answer(send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
+async def answer(
+    scope: Scope, send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
+) -> None:
     """A whole answer at once."""
+    connection = connection_of(scope)
+    if connection is not None and connection.answer(scope, status, headers, body):
+        return
     await send(
         {
             "type": "http.response.start",

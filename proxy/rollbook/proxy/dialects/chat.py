@@ -167,7 +167,7 @@ def finish_reason(reply: Reply) -> str:
 def usage(replies: list[Reply]) -> dict[str, Any]:
     """Tokens of the prompt (once) and of all answers."""
     prompt = replies[0].prompt_tokens
-    output = sum(len(reply.output_ids) for reply in replies)
+    output = sum(reply.n_output for reply in replies)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,

@@ -136,7 +136,7 @@ class Messages:
                 "content": content,
                 "stop_reason": reason,
                 "stop_sequence": sequence,
-                "usage": _usage(reply.prompt_tokens, len(reply.output_ids)),
+                "usage": _usage(reply.prompt_tokens, reply.n_output),
             }
         )
 
@@ -460,7 +460,7 @@ class MessagesStream:
             + event(
                 "message_delta",
                 delta={"stop_reason": reason, "stop_sequence": sequence},
-                usage=_usage(reply.prompt_tokens, len(reply.output_ids)),
+                usage=_usage(reply.prompt_tokens, reply.n_output),
             )
             + event("message_stop")
         )

@@ -133,9 +133,9 @@ class Responses(OpenAIDialect):
             "usage": {
                 "input_tokens": reply.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": len(reply.output_ids),
+                "output_tokens": reply.n_output,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": reply.prompt_tokens + len(reply.output_ids),
+                "total_tokens": reply.prompt_tokens + reply.n_output,
             },
         }
 
