@@ -45,6 +45,7 @@ from .parsing import Cut, Parser, Reader
 from .render import History, Path, Renderer, Turn, Ways, thoughts_in
 from .replay import Recorded
 from .request import Message, Piece, Reply, Request, Tool, ToolCall
+from .seen import Seen
 from .spans import Spans
 from .tokenizer import Tokenizer
 
@@ -153,6 +154,7 @@ class Episode:
     is_asleep: bool = False
     has_ended: bool = False
     main_when_asleep: str | None = None
+    seen: Seen = field(default_factory=Seen)
     fork: Fork | None = None  # where it repeats another episode, up to a point
 
     @property
@@ -191,7 +193,7 @@ class Episode:
     def sleep(self) -> None:
         """Forget what the book knows."""
         self.main_when_asleep, self.is_asleep, self.size = self.last_main, True, 0
-        self.tree, self.nodes, self.roots, self.bodies = TreeIndex(), {}, [], {}
+        self.tree, self.nodes, self.roots, self.bodies, self.seen = TreeIndex(), {}, [], {}, Seen()
 
 
 @dataclass(slots=True, eq=False)

@@ -227,10 +227,12 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         session = service.sessions.require_open(bearer(headers))
         config = service.config
         body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
-        asked = dialect.parse(body, Context(defaults=config.gconfig, headers=headers))
+        seen = session.episode.seen if session.episode is not None and dialect.reads_on else None
+        known = None if seen is None else seen.recall(body)
+        asked = dialect.parse(body, Context(defaults=config.gconfig, headers=headers, known=known))
         request = msgspec.structs.replace(
             asked,
-            body_sha256=hashlib.sha256(body).hexdigest(),
+            body_sha256=hashlib.sha256(body).hexdigest() if seen is None else seen.keep(body, known, asked.messages),
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
             is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
             role=headers.get(b"x-rollbook-role", b"").decode("latin-1") or asked.role,
@@ -785,6 +787,7 @@ async def serve_until_stopped(
             # What is alive now stays: collections need not look at it again, and stay short.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(20_000, 50, 100)  # an answer makes hundreds of objects, and hardly ever a cycle
             announce(url)  # outside of the group: what it raises is one error, not a group of one
             async with anyio.create_task_group() as tasks:
                 if shared is not None:

@@ -122,9 +122,7 @@ def watch(scope: Scope, receive: Receive, leave: Callable[[], None]) -> Callable
     return task.cancel  # type: ignore[return-value]
 
 
-async def answer(
-    scope: Scope, send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)
-) -> None:
+async def answer(scope: Scope, send: Send, status: int, body: bytes, headers: Iterable[Header] = (JSON,)) -> None:
     """A whole answer at once."""
     connection = connection_of(scope)
     if connection is not None and connection.answer(scope, status, headers, body):

@@ -13,6 +13,7 @@ import msgspec
 from rollbook.proxy.config import Asked, GenerationHyperparameters, settle
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Message, Piece, Reply, Request
+from rollbook.proxy.seen import Rest
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
 
     defaults: GenerationHyperparameters
     headers: Mapping[bytes, bytes]  # names in lower case
+    known: Rest | None = None  # what the body begins with, for a dialect that `reads_on`
 
 
 class Streamer(Protocol):
@@ -45,6 +47,7 @@ class Dialect(Protocol):
     """Implementations: chat, completions, responses, messages."""
 
     name: str
+    reads_on: bool  # takes `Context.known`: the request's messages are those of the body, one by one
 
     def parse(self, body: bytes, context: Context) -> Request:
         """Raises BadRequest, naming the parameter."""
@@ -188,11 +191,12 @@ _TEXT_FIELDS = frozenset({"tool_call_id", "name", "reasoning_content", "reasonin
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
-def check_messages(messages: list[Message], where: str = "messages") -> None:
-    """Refuse what no chat template could be given, by place. Fields that nobody knows are fine."""
+def check_messages(messages: list[Message], where: str = "messages", *, first: int = 0) -> None:
+    """Refuse what no chat template could be given, by place; first: of the first one. Fields that nobody knows are
+    fine."""
     if not messages:
         raise BadRequest(f"{where} must hold at least one message", param=where)
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages, first):
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             raise BadRequest(

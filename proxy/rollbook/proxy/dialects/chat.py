@@ -1,12 +1,14 @@
 """OpenAI chat completions: POST /chat/completions."""
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from rollbook.proxy.errors import BadRequest, ProxyError
 from rollbook.proxy.request import Piece, Reply, Request, ToolCall
+from rollbook.proxy.seen import Rest
 
 from . import (
     Context,
@@ -66,14 +68,27 @@ class Body(TurnBody, kw_only=True, forbid_unknown_fields=True):
 _decode = decoder(Body)
 
 
+def _read(body: bytes, known: Rest | None) -> Body:
+    """The body, its messages checked. Raises BadRequest."""
+    if known is not None:
+        with suppress(BadRequest):  # said again below, of the whole body
+            asked = _decode(known.text)
+            check_messages(asked.messages, first=len(known.messages))
+            asked.messages = [*known.messages, *asked.messages]
+            return asked
+    asked = _decode(body)
+    check_messages(asked.messages)
+    return asked
+
+
 class Chat(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "chat"
+    reads_on = True
 
     def parse(self, body: bytes, context: Context) -> Request:
-        asked = _decode(body)
-        check_messages(asked.messages)
+        asked = _read(body, context.known)
         tools = asked.tools or []
         check_tools(tools)
         refuse_unless(asked.modalities in (None, ["text"]), "modalities", "answers are text")

@@ -50,6 +50,7 @@ class Completions(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "completions"
+    reads_on = False
 
     def parse(self, body: bytes, context: Context) -> Request:
         asked = _decode(body)

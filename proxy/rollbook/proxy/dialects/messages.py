@@ -78,6 +78,7 @@ class Messages:
     """See `dialects.Dialect`."""
 
     name = "messages"
+    reads_on = False
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell

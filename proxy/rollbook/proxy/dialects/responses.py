@@ -63,6 +63,7 @@ class Responses(OpenAIDialect):
     """See `dialects.Dialect`."""
 
     name = "responses"
+    reads_on = False
 
     def parse(self, body: bytes, context: Context) -> Request:
         asked = _decode(body)
