@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of
+from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of, until_idle
 from proxy.models import adapted, tiny_adapter
 from rollbook.app.models import prepare_model
-from rollbook.proxy.engine import Call, Engine, Form, Sampled
+from rollbook.proxy.engine import Call, Engine, Form, Generation, Sampled
 from rollbook.proxy.errors import BadRequest
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.vllm import VLLMEngine
@@ -112,6 +112,40 @@ async def test_processed_logprobs_are_those_of_a_forward_pass(engine: VLLMEngine
         assert np.allclose(logprobs_of(pieces), expected, atol=1e-3)
 
 
+def whole(asked: Generation) -> Generation:
+    """The same, where nobody reads on the way."""
+    return msgspec.structs.replace(asked, is_streamed=False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("n", "stops"), [(3, ()), (150, ()), (150, (28,)), (1, ())], ids=["few", "many", "stop", "one"]
+)
+async def test_a_whole_reply_is_the_streamed_one_in_fewer_pieces(
+    engine: VLLMEngine, folder: Path, n: int, stops: tuple[int, ...]
+) -> None:
+    asked = generation(PROMPT, max_tokens=n, seed=3, stop_token_ids=stops)
+    streamed, at_once = await collect(engine, asked), await collect(engine, whole(asked))
+    output = ids_of(streamed)
+    print(len(output), "tokens in", len(streamed), "pieces, and in", len(at_once))
+    assert ids_of(at_once) == output
+    assert at_once[-1].finish_reason == streamed[-1].finish_reason == ("stop" if output[-1] in stops else "length")
+    assert len(output) == n or stops
+    assert len(at_once) <= 2 + len(output) // 64
+    assert len(output) < 100 or len(at_once) < len(streamed)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert np.allclose(logprobs_of(at_once), dense_logprobs(model, PROMPT, output), atol=1e-3)
+
+
+@pytest.mark.anyio
+async def test_a_whole_reply_can_be_left(engine: VLLMEngine) -> None:
+    answer = engine.generate(whole(generation(PROMPT, max_tokens=200, seed=4)))
+    async with aclosing(answer) as pieces:  # type: ignore[type-var]
+        async for _ in pieces:
+            break
+    await until_idle(engine)
+
+
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 JSON = r'\{\s*"n"\s*:\s*[12]\s*\}'
 CALLED = rf'<tool_call>\n\{{"name": "add", "arguments": {JSON}\}}\n</tool_call>'
@@ -166,7 +200,7 @@ async def test_weights_change_under_running_requests_and_every_label_is_true(
     async def ask(n: int) -> None:
         nonlocal took
         asked = generation([*PROMPT, 20 + n], str(n), max_tokens=60, seed=n)
-        async with aclosing(engine.generate(asked)) as pieces:
+        async with aclosing(engine.generate(whole(asked) if n % 2 else asked)) as pieces:
             async for piece in pieces:
                 answers[n].append(piece)
                 if n == 0 and len(answers[0]) == 20:
@@ -243,6 +277,7 @@ async def test_a_killed_server_is_started_again_and_answers_go_on(folder: Path, 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill)
             asked = [generation([*PROMPT, 30 + n], str(n), max_tokens=60, seed=n) for n in range(3)]
+            asked[2] = whole(asked[2])
             answers = await asyncio.gather(*(collect(engine, one) for one in asked))
         for n, pieces in enumerate(answers):
             assert len(ids_of(pieces)) == 60
