@@ -122,21 +122,28 @@ class Torn(NamedTuple):
     segment: Path
     start: int  # of the last frame
     events: list[Event]
+    synced: bytes  # as it was before the last frame
+
+    def forget_last(self) -> None:
+        """As if the writer had been killed before it acknowledged the last frame."""
+        (self.path / "log" / "w" / "synced").write_bytes(self.synced)
 
 
 @pytest.fixture
 def torn(tmp_path: Path) -> Torn:
-    """A book of three frames, one event each."""
+    """A book of three frames, one event each; the last one may be torn."""
     path = tmp_path / "book"
     log = DirectoryLog(path, "w")
     events = [interaction(2, 2, "x") for _ in range(3)]
     for event in events[:2]:
         log.append_blocking(event)
     (segment,) = segments(path)
-    start = segment.stat().st_size
+    start, synced = segment.stat().st_size, (path / "log" / "w" / "synced").read_bytes()
     log.append_blocking(events[2])
     log.close()
-    return Torn(path, segment, start, events)
+    found = Torn(path, segment, start, events, synced)
+    found.forget_last()
+    return found
 
 
 def no_sync(fd: int) -> None:
@@ -156,11 +163,12 @@ NEW = interaction(2, 2, "new")
 
 
 def test_a_tail_torn_at_any_byte_is_cut_and_reported(torn: Torn) -> None:
-    path, segment, start, _ = torn
+    path, segment, start = torn[:3]
     whole = segment.read_bytes()
     logging.getLogger("rollbook.store").setLevel(logging.ERROR)
     for size in range(start, len(whole) + 1):
         segment.write_bytes(whole[:size])
+        torn.forget_last()
         is_whole = size == len(whole)
         reopened(path, 3 if is_whole else 2, None if is_whole or size == start else start)
     logging.getLogger("rollbook.store").setLevel(logging.NOTSET)
@@ -168,7 +176,7 @@ def test_a_tail_torn_at_any_byte_is_cut_and_reported(torn: Torn) -> None:
 
 def test_a_tail_of_zeros_is_cut_wherever_they_begin(torn: Torn) -> None:
     """What a power cut leaves where the size was written and the data was not."""
-    path, segment, start, _ = torn
+    path, segment, start = torn[:3]
     whole = segment.read_bytes()
     logging.getLogger("rollbook.store").setLevel(logging.ERROR)
     for size in range(start, len(whole), 5):
@@ -176,13 +184,14 @@ def test_a_tail_of_zeros_is_cut_wherever_they_begin(torn: Torn) -> None:
         if torn_bytes == whole:  # the last bytes of a frame are zeros anyway
             break
         segment.write_bytes(torn_bytes)
+        torn.forget_last()
         reopened(path, 2, start)
     assert len(whole) - size < 200
     logging.getLogger("rollbook.store").setLevel(logging.NOTSET)
 
 
 def test_a_repair_is_reported_with_place_and_size(torn: Torn, caplog: pytest.LogCaptureFixture) -> None:
-    path, segment, start, _ = torn
+    path, segment, start = torn[:3]
     os.truncate(segment, start + 100)
     log = DirectoryLog(path, "w")
     (repair,) = log.repairs
@@ -193,7 +202,7 @@ def test_a_repair_is_reported_with_place_and_size(torn: Torn, caplog: pytest.Log
 
 def test_damage_before_a_good_frame_is_no_torn_tail(torn: Torn) -> None:
     """Cutting there would drop what was acknowledged."""
-    path, segment, start, _ = torn
+    path, segment, start = torn[:3]
     whole = segment.read_bytes()
     for at in (0, 30, 70, start - 200):
         segment.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -467,7 +476,7 @@ def test_a_reader_in_another_process_follows_live(tmp_path: Path) -> None:
 
 
 def test_a_reader_never_touches_a_tail_that_is_being_written(torn: Torn) -> None:
-    path, segment, start, events = torn
+    path, segment, start, events = torn[:4]
     whole = segment.read_bytes()
     os.truncate(segment, start)
     reader = DirectoryLog(path)

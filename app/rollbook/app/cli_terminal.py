@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rollbook.store import accept_loss
+
 from .reading import COLOURS, open_for_reading, print_table, show_episode, verify_book, visible
 from .terminal import doctor, lists, tail
 
@@ -187,9 +189,18 @@ def _add_doctor(command: Add, out: Console) -> None:
 
 def _add_verify(command: Add, out: Console, stop: type[Exception]) -> None:
     def verify(args: argparse.Namespace) -> None:
+        if args.accept_loss:
+            for loss in accept_loss(args.book):
+                print(f"given up: {loss}", file=sys.stderr)
         if not verify_book(args.book, out, is_json=args.json):
             raise stop(f"{args.book} has faults, listed above; keep the folder as it is and restore it from a copy")
 
     made = command("verify", verify, "check every record of a book", "rollbook verify runs/demo/book")
     made.add_argument("book", metavar="BOOK", help="the folder of the book")
     made.add_argument("--json", action="store_true", help="print JSON instead")
+    made.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="where a log has lost its end, acknowledged events, and there is no copy: go on without them; the book "
+        "says for ever which ones are missing",
+    )

@@ -17,6 +17,7 @@ from .errors import (
     PayloadPruned,
     QueryRefused,
     StoreError,
+    TablesDamaged,
 )
 from .events import (
     SCHEMA,
@@ -26,6 +27,7 @@ from .events import (
     EpisodeClosed,
     EpisodeOpened,
     Event,
+    EventLost,
     Fact,
     InteractionFailed,
     InteractionRecorded,
@@ -37,6 +39,7 @@ from .events import (
     new_id,
 )
 from .log import START, Cursor, Log
+from .losses import Loss, accept_loss
 from .memory import MemoryLog
 from .prune import Pruned, PrunePlan, plan_prune, prune
 from .verify import Report, verify
@@ -63,6 +66,7 @@ __all__ = [
     "EpisodeClosed",
     "EpisodeOpened",
     "Event",
+    "EventLost",
     "Fact",
     "InteractionFailed",
     "InteractionRecorded",
@@ -70,6 +74,7 @@ __all__ = [
     "LogClosed",
     "LogCorrupt",
     "LogWriteFailed",
+    "Loss",
     "MemoryLog",
     "Messages",
     "PackageMissing",
@@ -83,8 +88,10 @@ __all__ = [
     "RewardGiven",
     "RunStarted",
     "StoreError",
+    "TablesDamaged",
     "TokensScored",
     "__version__",
+    "accept_loss",
     "connect",
     "new_id",
     "open_book",

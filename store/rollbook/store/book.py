@@ -7,6 +7,7 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 """
 
 import errno
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +21,15 @@ from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import DirectoryLog, read_manifest
 from .episodes import Episode, EpisodeRows, Interaction
-from .errors import BadSelection, BookBusy, QueryRefused
+from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
 from .events import Event, RewardGiven
 from .log import Log
 from .relations import named_relations, read_tokens, read_tool_calls
 from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
+
+_log = logging.getLogger("rollbook.store")
 
 _ROWS_AT_ONCE = 8192
 """Rows whose trees `packs` looks up with one query."""
@@ -45,7 +48,11 @@ class Book:
         self.log = log
         self.views = Views(log) if views is None else views
         self._payloads = Payloads(log)
-        self.catch_up()
+        try:
+            self.catch_up()
+        except BaseException:
+            self.views.close()
+            raise
 
     def __enter__(self) -> "Book":
         return self
@@ -80,6 +87,9 @@ class Book:
                     raise QueryRefused(
                         "the tables are computed from the log and only read here; append events to change what they say"
                     ) from error
+                damage = self.views.damage(error)
+                if damage is not None:
+                    raise damage from error
                 raise
 
     def select(self, selection: Selection) -> pa.Table:
@@ -304,19 +314,26 @@ def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
     """Open the book at a path; with a writer name, to append to it too, creating it where there is none.
 
     The tables are those of BOOK/views.duckdb if no other process owns them, else a private copy in memory. Raises
-    BookNotFound, BookTooNew, BookBusy (another process appends under that name), LogCorrupt.
+    BookNotFound, BookTooNew, BookBusy (somebody else appends under that name), LogCorrupt.
     """
     log = open_log(path, writer)
     try:
         try:
-            views = Views(log, Path(path) / "views.duckdb")
-        except (BookBusy, PermissionError):
-            views = Views(log)
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
-            views = Views(log)
-        return Book(log, views)
+            return Book(log, _open_views(log, Path(path)))
+        except TablesDamaged as error:
+            _log.warning("%s", error)
+            return Book(log, _open_views(log, Path(path)))
     except BaseException:
         log.close()
         raise
+
+
+def _open_views(log: Log, path: Path) -> Views:
+    try:
+        return Views(log, path / "views.duckdb")
+    except (BookBusy, PermissionError):
+        return Views(log)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return Views(log)

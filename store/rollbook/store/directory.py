@@ -9,8 +9,9 @@ Appends go to one thread, which takes what is waiting, writes it as one frame, s
 (group commit). An event is acknowledged when its frame is synced, and read in this process no sooner. A failed
 write or sync stops the log for good: after it nobody knows what the disk holds, so nothing more may be promised.
 
-Opening a writer repairs the only damage that a kill or a power cut can do, a half-written last frame; anything else
-is LogCorrupt and left as it is. Readers never repair: they stop before the frame that a live writer is writing.
+Opening a writer repairs the only damage that a kill or a power cut can do, a half-written last frame; anything else,
+and an end below what `synced` says, is LogCorrupt and left as it is (`losses` is the way to go on). Readers never
+repair: they stop before the frame that a live writer is writing.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, L
 from .events import SCHEMA
 from .log import START, Cursor, TokenPlaces, advance
 from .sealing import SealingStopped, seal, sync_folder
-from .segments import SYNCED, Chain, Sealed, Segment, fdatasync, log_name
+from .segments import SYNCED, Chain, Sealed, Segment, encode_said, fdatasync, log_name
 
 FORMAT = 1
 """Of the directory. A reader refuses a newer one by name."""
@@ -256,15 +257,16 @@ class DirectoryLog(Appending):
                     "or stop the other"
                 ) from None
             chain = self._chains[writer] = Chain(self.path, writer)
-            fault = chain.refresh()
+            fault = chain.refresh()  # raises where what was acknowledged is gone; nothing has been touched then
             last = chain.segments[-1] if chain.segments else None
             if isinstance(last, Segment):
                 self._fd = os.open(last.path, os.O_WRONLY | os.O_CLOEXEC)
-                self._cut(last, fault)
+                self._cut(chain, last, fault)
             else:
                 self._begin_segment(chain)
             self._seen = SeenIds(chain)
             self._synced_fd = os.open(folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._synced_inode = os.fstat(self._synced_fd).st_ino
             self._say_synced(chain.next)
         except BaseException:
             for fd in (self._fd, self._synced_fd, self._folder_fd):
@@ -273,20 +275,23 @@ class DirectoryLog(Appending):
             raise
 
     def _say_synced(self, next_: int) -> None:
-        os.pwrite(self._synced_fd, next_.to_bytes(8, "little"), 0)
+        os.pwrite(self._synced_fd, encode_said(next_, self._synced_inode), 0)
 
-    def _cut(self, last: Segment, fault: str | None) -> None:
+    def _cut(self, chain: Chain, last: Segment, fault: str | None) -> None:
         size = os.fstat(self._fd).st_size
         if size > last.end:
             os.ftruncate(self._fd, last.end)
             repair = Repair(last.path, last.end, size - last.end, fault or "bytes after the last frame")
             self.repairs.append(repair)
             _log.warning(
-                "%s: cut %d bytes of an interrupted write at offset %d (%s); nothing in them was acknowledged",
+                "%s: cut %d bytes of an interrupted write at offset %d (%s); %s",
                 repair.path,
                 repair.dropped_bytes,
                 repair.offset,
                 repair.reason,
+                "nothing in them was acknowledged"
+                if chain.said.position <= chain.next
+                else f"the folder is a copy, made while its writer went on to position {chain.said.position}",
             )
         # Frames that were written but not synced when the process died are kept, so they must be durable now.
         self._sync(self._fd)
@@ -386,11 +391,11 @@ class DirectoryLog(Appending):
         try:
             _write_at(self._fd, commit.buffers, segment.end)
             self._sync(self._fd)
-            self._say_synced(frame.first + frame.rows)
         except OSError:
             with contextlib.suppress(OSError):  # the next opener would cut it too
                 os.ftruncate(self._fd, segment.end)
             raise
+        self._say_synced(frame.first + frame.rows)
         segment.add(frame)
         self._seen.recent.update(commit.taken)
         self.written_bytes += frame.size
@@ -589,6 +594,8 @@ class DirectoryLog(Appending):
         if self._thread is not None:
             self._thread.join()
             os.close(self._fd)
+            with contextlib.suppress(OSError):  # it may lag behind
+                fdatasync(self._synced_fd)
             os.close(self._synced_fd)
             os.close(self._folder_fd)  # gives the writer's name back
         with self._reading:

@@ -4,8 +4,9 @@
     ├── BadEvent        an event that may not enter the log: wrong lengths, unknown kind
     ├── BookNotFound    no book at that path
     ├── BookTooNew      written by a newer Rollbook than this one
-    ├── BookBusy        another process owns what was asked for
-    ├── LogCorrupt      a bad checksum that is not a torn tail; names the place
+    ├── BookBusy        somebody else owns what was asked for
+    ├── LogCorrupt      a bad checksum that is not a torn tail, or acknowledged events that are gone; names the place
+    ├── TablesDamaged   the tables of a book cannot be read; they are computed again when it is opened next
     ├── PayloadPruned   tokens or messages that `prune` removed for good
     ├── LogClosed       appended after close, or after a failed write stopped the log
     ├── LogWriteFailed  the disk refused a write or a sync; nothing of it was acknowledged
@@ -34,11 +35,15 @@ class BookTooNew(StoreError):
 
 
 class BookBusy(StoreError):
-    """Another process owns what was asked for."""
+    """Somebody else owns what was asked for."""
 
 
 class LogCorrupt(StoreError):
-    """A bad checksum that is not a torn tail."""
+    """A bad checksum that is not a torn tail, or acknowledged events that are gone."""
+
+
+class TablesDamaged(StoreError):
+    """The tables cannot be read; opening the book again computes them from the log."""
 
 
 class PayloadPruned(StoreError, LookupError):

@@ -200,6 +200,15 @@ class TokensScored(Fact, frozen=True, kw_only=True):
     weights_sha256: str | None = None  # of the weights' files, where they were read from a folder
 
 
+class EventLost(Fact, frozen=True, kw_only=True):
+    """An acknowledged event stood at this position and is lost, and a person chose to go on without it: see `losses`.
+
+    Its run is not known either; the envelope says `lost`.
+    """
+
+    reason: str
+
+
 KINDS: dict[str, type[Fact]] = {
     fact.__name__: fact
     for fact in (
@@ -213,6 +222,7 @@ KINDS: dict[str, type[Fact]] = {
         BatchTaken,
         BatchTrained,
         TokensScored,
+        EventLost,
     )
 }
 

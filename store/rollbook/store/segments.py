@@ -10,13 +10,15 @@ kinds have one shape here: numbered frames, which are record batches in order of
 
 import functools
 import os
+import struct
 import threading
 import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
@@ -34,13 +36,44 @@ Ids = tuple["np.ndarray[Any, Any]", pa.Array]
 
 
 SYNCED = "synced"
-"""Beside a writer's logs: the position up to which its events are durable, 8 bytes, little-endian.
+"""Beside a writer's logs: the position up to which its events are durable; see `Said`.
 
 Without it a reader in another process could act on an event that a power cut then takes away, and that others take
-the position of. It is a hint that may lag behind, after a power cut far: see `Segment.extend`.
+the position of. It is written after the sync and not synced itself, so it may lag behind, after a power cut far (see
+`Segment.extend`), and is never ahead: a log that ends before it has lost what was acknowledged.
 """
+_SAID = struct.Struct("<QQI")  # position; inode of the file; CRC-32 of these two
+_DAMAGED = ("bad checksum", "bad header checksum")  # of bytes that are there, not of a file that ends too early
+
+
+class Said(NamedTuple):
+    """What `SYNCED` says. is_own: its writer wrote it here. A copy of the file has another inode, and a copy of a live
+    book holds it as it was some moments before or after the segments beside it."""
+
+    position: int
+    is_own: bool
+
+
+NOTHING_SAID = Said(0, False)
+
+
+def encode_said(position: int, inode: int) -> bytes:
+    body = _SAID.pack(position, inode, 0)[:16]
+    return body + crc32(body).to_bytes(4, "little")
+
+
+def decode_said(data: bytes, inode: int) -> Said:
+    """NOTHING_SAID where the file is empty, half-written or damaged."""
+    if len(data) == 8:  # of Rollbook before November 2026
+        return Said(int.from_bytes(data, "little"), False)
+    if len(data) < _SAID.size:
+        return NOTHING_SAID
+    position, own, crc = _SAID.unpack_from(data)
+    return Said(position, own == inode) if crc == crc32(data[:16]) else NOTHING_SAID
+
 
 NOT_SYNCED = "not synced yet"
+GO_ON = "go on without what is lost by `rollbook verify BOOK --accept-loss`"
 
 
 def log_name(first: int) -> str:
@@ -56,6 +89,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.inode = os.fstat(self.fd).st_ino
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -370,30 +404,66 @@ class Chain:
         self.sealed_folder = book / "sealed" / writer
         self.segments: list[Segment | Sealed] = []
         self._synced: _File | None = None
+        self.said = NOTHING_SAID
+        """When `refresh` last began."""
 
     @property
     def next(self) -> int:
         return self.segments[-1].next if self.segments else 0
 
     def refresh(self, patience_s: float = 0.0) -> str | None:
-        """List what the writer has made durable since. Returns why the last segment's tail was left out, if it was."""
+        """List what the writer has made durable since. Returns why the last segment's tail was left out, if it was.
+
+        Raises LogCorrupt for damage, and for an end below what the writer has said to be durable.
+        """
+        fault = self.look(patience_s)
+        lost = self.lost(fault)
+        if lost is not None:
+            # On a shared file system another machine may show an old size of a file that has long been open.
+            self.segments, self._synced = [], None
+            fault = self.look(patience_s)
+            lost = self.lost(fault)
+            if lost is not None:
+                raise LogCorrupt(f"{lost}: restore the folder from a copy, or {GO_ON}")
+        return fault
+
+    def lost(self, fault: str | None) -> str | None:
+        """What is wrong with the end of the log, where it is below what was acknowledged. fault: of `look`.
+
+        The end of a copy proves nothing, unless the bytes that follow are damaged.
+        """
+        if self.next >= self.said.position or not (self.said.is_own or fault in _DAMAGED):
+            return None
+        last = self.segments[-1] if self.segments else None
+        where = f"at offset {last.end} of {last.path}: {fault}" if isinstance(last, Segment) and fault else "files end"
+        return (
+            f"{self.folder}: the log of {self.writer!r} ends at position {self.next} ({where}), but its events up to "
+            f"position {self.said.position} were acknowledged"
+        )
+
+    def look(self, patience_s: float = 0.0) -> str | None:
+        """`refresh`, wherever the log ends."""
+        self.said = said = self._read_said()  # before looking: what it speaks of is there to be seen then
         last = self.segments[-1] if self.segments else None
         if isinstance(last, Segment):
-            fault = last.extend(self._read_synced(), patience_s)
+            fault = last.extend(said.position, patience_s)
             if (last.next == last.first or not (self.folder / log_name(last.next)).exists()) and not last.is_unlinked:
                 return fault
         self._list()
         last = self.segments[-1] if self.segments else None
-        return last.extend(self._read_synced(), patience_s) if isinstance(last, Segment) else None
+        return last.extend(self._read_said().position, patience_s) if isinstance(last, Segment) else None
 
-    def _read_synced(self) -> int:
-        """What the writer said last, see `SYNCED`; 0 where it never did."""
+    def _read_said(self) -> Said:
+        """What the writer said last, see `SYNCED`."""
         if self._synced is None:
             try:
                 self._synced = _File(self.folder / SYNCED)
             except FileNotFoundError:
-                return 0
-        return int.from_bytes(os.pread(self._synced.fd, 8, 0), "little")
+                return NOTHING_SAID
+        said = decode_said(os.pread(self._synced.fd, 64, 0), self._synced.inode)
+        if said is NOTHING_SAID:  # the writer may have been at it
+            said = decode_said(os.pread(self._synced.fd, 64, 0), self._synced.inode)
+        return said
 
     def _list(self) -> None:
         """Read the folders. A log may be sealed and removed while we look: then we look again."""

@@ -24,7 +24,7 @@ from .errors import BadEvent, LogCorrupt
 from .events import InteractionRecorded, Lengths, TokensScored, check, decode_fact, decode_messages
 from .frames import id_keys
 from .sealing import content_crc
-from .segments import Chain, Sealed, Segment
+from .segments import GO_ON, Chain, Sealed, Segment
 
 _SHOWN = 20  # problems of one sort and writer; the rest is counted
 
@@ -119,16 +119,25 @@ def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
     report.writers.append(about)
     chain = Chain(report.path, writer)
     try:
-        fault = chain.refresh()
+        fault = chain.look()
     except LogCorrupt as error:
         report.problems.append(str(error))
         return
-    if fault is not None:
+    lost = chain.lost(fault)
+    if lost is not None:
+        report.problems.append(f"{lost}; restore the folder from a copy, or {GO_ON}")
+    elif chain.next < chain.said.position:
+        report.notes.append(
+            f"{chain.folder} is a copy that ends at position {chain.next}; its writer had gone on to position "
+            f"{chain.said.position} before the copy was done"
+        )
+    elif fault is not None:
         last = chain.segments[-1]
         report.notes.append(
             f"{last.path} ends in an interrupted write ({fault}); its writer is at it, or cuts it when it opens"
         )
     keys: list[npt.NDArray[np.uint64]] = []
+    n_lost = 0
     for segment in chain.segments:
         about.n_segments += 1
         about.n_sealed += not isinstance(segment, Segment)
@@ -142,6 +151,7 @@ def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
                     report.problems.append(f"{segment.path}: {wrong}")
                 keys.append(id_keys(batch.column("event_id")))
                 report.problems += nodes.add(batch)
+                n_lost += pc.sum(pc.equal(batch.column("kind"), "EventLost")).as_py()
                 expected += batch.num_rows
                 about.n_events += batch.num_rows
                 if isinstance(segment, Sealed):
@@ -154,6 +164,8 @@ def _verify_writer(report: Report, writer: str, nodes: "_Nodes") -> None:
                 )
         except LogCorrupt as error:
             report.problems.append(str(error))
+    if n_lost:
+        report.notes.append(f"{n_lost} events of {writer!r} were lost and given up; EventLost stands in their places")
     report.problems += _duplicates(chain, keys)
 
 

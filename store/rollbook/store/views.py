@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import migrate
-from .errors import BookBusy, LogWriteFailed, QueryRefused
+from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, TablesDamaged
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
@@ -69,7 +69,7 @@ class Views:
     """The tables over a log. path None: in memory, private to this object.
 
     Raises BookBusy if another owner holds the file. A file of another revision is migrated where that is possible
-    and rebuilt where it is not.
+    and rebuilt where it is not, and so is one that is damaged or has what the log does not.
     """
 
     def __init__(self, log: Log, path: str | os.PathLike[str] | None = None) -> None:
@@ -77,17 +77,6 @@ class Views:
         self._lock = threading.RLock()
         self._owner: int | None = None
         self._path = None if path is None else Path(path)
-        if self._path is None:
-            self._con = duckdb.connect()
-        else:
-            self._owner = _own(self._path)
-            try:
-                self._con = _open(self._path)
-            except BaseException:
-                os.close(self._owner)
-                raise
-            # DuckDB would write its log into the file as it commits, also under a guest: `_checkpoint` does it.
-            self._con.execute("set checkpoint_threshold = '1 TB'")
         self._sandbox = Sandbox()
         self._guests = 0
         self._guests_left = threading.Condition(self._lock)
@@ -95,13 +84,65 @@ class Views:
         self._readable: int | None = None  # a descriptor that holds a lock others may share
         self._copied: tuple[int, tempfile.TemporaryDirectory[str]] | None = None
         self._state = 0
-        self._con.execute("set TimeZone = 'UTC'")
-        self._con.execute("set python_enable_replacements = false")  # a query never means a Python variable
-        _prepare(self._con)
-        self._cursor = dict(self._con.execute("select writer, position from cursors").fetchall())
+        if self._path is None:
+            self._start(duckdb.connect())
+            return
+        self._owner = _own(self._path)
+        try:
+            self._start_kept(self._path)
+        except BaseException:
+            os.close(self._owner)
+            raise
+
+    def _start(self, con: duckdb.DuckDBPyConnection) -> None:
+        self._con = con
+        if self._path is not None:
+            # DuckDB would write its log into the file as it commits, also under a guest: `_checkpoint` does it.
+            con.execute("set checkpoint_threshold = '1 TB'")
+        con.execute("set TimeZone = 'UTC'")
+        con.execute("set python_enable_replacements = false")  # a query never means a Python variable
+        _prepare(con)
+        self._cursor: dict[str, int] = dict(con.execute("select writer, position from cursors").fetchall())
         self._waiting = self._load_waiting()
-        found = self._con.execute("select coalesce(max(node), -1) + 1 from interactions").fetchone()
-        self._next_node: int = 0 if found is None else found[0]
+        ((self._next_node,),) = con.execute("select coalesce(max(node), -1) + 1 from interactions").fetchall()
+
+    def _start_kept(self, path: Path) -> None:
+        """With the tables of a file if they can be read and are those of this log, else with empty ones."""
+        con: duckdb.DuckDBPyConnection | None = None
+        wrong: str | None = "is damaged"
+        try:
+            if not _mark(path).exists():
+                con = _open(path)
+                self._start(con)
+                wrong = self._strangeness()
+        except duckdb.Error as error:
+            if not _is_unreadable(error):
+                raise
+            wrong = f"cannot be read ({str(error).splitlines()[0]})"
+        if wrong is not None:
+            _log.warning("%s %s; computing it again from the log", path, wrong)
+            if con is not None:
+                con.close()
+            _remove(path)
+            self._start(duckdb.connect(str(path)))
+
+    def _strangeness(self) -> str | None:
+        """Why the tables are not those of this log, None if they are: of each writer, the event that they have last is
+        where they say. Else a log that lost its end, or was restored from an old copy, would go on under tables that
+        have what it does not."""
+        last: list[bytes] = []
+        for writer, position in self._cursor.items():
+            try:
+                last.append(self._log.gather([(writer, position - 1)])["event_id"][0].as_py())
+            except KeyError:
+                return f"has {position} events of writer {writer!r}, and the log fewer"
+            except LogCorrupt:  # nothing can be said; whoever needs that event will hear of it
+                continue
+        ids = [UUID(bytes=one) for one in set(last)]
+        ((n,),) = self._con.execute(
+            "select count(*) from events where event_id in (select unnest(?))", [ids]
+        ).fetchall()
+        return None if n == len(ids) else "has other events than the log"
 
     @property
     def position(self) -> Cursor:
@@ -116,12 +157,28 @@ class Views:
         """Project what the log has beyond the cursor. Returns the events read. Safe from any thread."""
         applied = 0
         with self._lock:
-            for chunk in _chunks(self._log.read(self._cursor)):
-                self._apply(chunk)
-                self._checkpoint()
-                applied += sum(batch.num_rows for batch in chunk)
-            self._checkpoint(waits=True)  # the lock is given up meanwhile: not in the loop
+            try:
+                for chunk in _chunks(self._log.read(self._cursor)):
+                    self._apply(chunk)
+                    self._checkpoint()
+                    applied += sum(batch.num_rows for batch in chunk)
+                self._checkpoint(waits=True)  # the lock is given up meanwhile: not in the loop
+            except duckdb.Error as error:
+                damage = self.damage(error)
+                if damage is not None:
+                    raise damage from error
+                raise
         return applied
+
+    def damage(self, error: duckdb.Error) -> TablesDamaged | None:
+        """What to raise where an error of DuckDB says that the file is damaged; the next opening makes a new one."""
+        if self._path is None or not _is_damage(error):
+            return None
+        _mark(self._path).touch()
+        return TablesDamaged(
+            f"{self._path} is damaged ({str(error).splitlines()[0]}); open the book again, and its tables are computed "
+            "from the log"
+        )
 
     @contextmanager
     def guest(self, wait_s: float) -> Iterator[Guest]:
@@ -244,7 +301,10 @@ class Views:
                 self._con.rollback()
             with suppress(duckdb.Error):  # nor can a database that gave up be asked
                 self._waiting = self._load_waiting()
-            if isinstance(error, duckdb.IOException | duckdb.FatalException | duckdb.TransactionException):
+            is_damage = isinstance(error, duckdb.Error) and _is_damage(error)
+            if not is_damage and isinstance(
+                error, duckdb.IOException | duckdb.FatalException | duckdb.TransactionException
+            ):
                 raise LogWriteFailed(
                     f"the tables of the book could not be written: {str(error).splitlines()[0]}; make room on the disk "
                     "and open the book again (the log is whole, the tables are computed from it)"
@@ -268,34 +328,44 @@ def _own(path: Path) -> int:
     return owner
 
 
-_UNREADABLE = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
-
-
 def _open(path: Path) -> duckdb.DuckDBPyConnection:
     """The database with the tables of this version: as it is, migrated, or empty where neither can be."""
-    try:
-        con = duckdb.connect(str(path))
-        found = _revision(con)
-        if found in (PROJECTION, None):
-            return con
-        con.close()
-        if found in migrate.revisions():
-            migrate.upgrade(path)
-            return duckdb.connect(str(path))
+    con = duckdb.connect(str(path))
+    found = _revision(con)
+    if found in (PROJECTION, None):
+        return con
+    con.close()
+    if found in migrate.revisions():
+        migrate.upgrade(path)
+    else:
         _log.warning(
             "%s has tables of revision %s, which this version does not know; computing them again", path, found
         )
-    except (
-        duckdb.IOException,
-        duckdb.SerializationException,
-        duckdb.InternalException,
-        duckdb.FatalException,
-    ) as error:
-        _log.warning("%s cannot be read (%s); computing it again from the log", path, str(error).split("\n")[0])
-    for name in (path, path.with_name(path.name + ".wal")):
-        with suppress(FileNotFoundError):
-            name.unlink()
+        _remove(path)
     return duckdb.connect(str(path))
+
+
+def _is_unreadable(error: duckdb.Error) -> bool:
+    """Whether an error of opening a file speaks of the file."""
+    kinds = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
+    return isinstance(error, kinds) or _is_damage(error)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether a block of a file has another checksum than it should: DuckDB 2.0 has no class of its own for that. A
+    query's own errors may say such words, too, but are of other classes."""
+    kinds = (duckdb.IOException, duckdb.InternalException, duckdb.FatalException)
+    return "Corrupt database file" in str(error) and (type(error) is duckdb.Error or isinstance(error, kinds))
+
+
+def _remove(path: Path) -> None:
+    for name in (path, path.with_name(path.name + ".wal"), _mark(path)):
+        name.unlink(missing_ok=True)
+
+
+def _mark(path: Path) -> Path:
+    """Beside a file that was found to be damaged while it was in use."""
+    return path.with_name(path.name + ".damaged")
 
 
 def _revision(con: duckdb.DuckDBPyConnection) -> str | None:
