@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,12 @@ ADMIN = "admin-key-of-the-tests"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
-    folder = tmp_path_factory.mktemp("workers")
+@contextmanager
+def two_workers(folder: Path, *more: str) -> Iterator[dict[str, Any]]:
+    """Serve `folder`/book; gives the addresses."""
     command = [sys.executable, "-m", "rollbook.app.cli", "serve", "book", "--workers", "2", "--port", "0"]
-    command += [
-        "--model",
-        "tiny",
-        "--engine",
-        "scripted",
-        "--script",
-        "answers:script",
-        "--address-file",
-        "address.json",
-    ]
+    command += ["--model", "tiny", "--engine", "scripted", "--script", "answers:script"]
+    command += ["--address-file", "address.json", *more]
     (folder / "answers.py").write_text(
         "def script(tokenizer):\n    return lambda g: [*tokenizer.encode('well').tolist(), tokenizer.eos_ids[0]]\n"
     )
@@ -43,12 +36,19 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
         while not (folder / "address.json").exists():
             assert program.poll() is None
             time.sleep(0.05)
-        yield json.loads((folder / "address.json").read_text()), folder / "book"
+        yield json.loads((folder / "address.json").read_text())
     finally:
         program.send_signal(signal.SIGTERM)
         assert program.wait(20) == 0
-        HTTP.close()
     assert verify(folder / "book").is_whole
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
+    folder = tmp_path_factory.mktemp("workers")
+    with two_workers(folder) as address:
+        yield address, folder / "book"
+    HTTP.close()
 
 
 # Each request on a connection of its own, so that the kernel deals it to any worker.
@@ -103,6 +103,25 @@ def test_new_weights_reach_every_worker(workers: tuple[dict[str, Any], Path]) ->
     reply = call("POST", f"{address['url']}/rl/weights", ADMIN, {"path": "/weights", "version": 5})
     assert reply.json() == {"version": 5}
     assert [call("GET", f"{one}/rl/weights", ADMIN).json()["version"] for one in address["urls"]] == [5, 5]
+
+
+def test_permits_are_those_of_all_workers_whoever_grants_and_whoever_takes(tmp_path: Path) -> None:
+    with two_workers(tmp_path, "--set", "needs_permit=true") as address:
+        everywhere = [address["url"], *address["urls"]]
+
+        def start(url: str) -> int:
+            return call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": "t"}).status_code
+
+        assert [start(url) for url in everywhere] == [429] * 3
+        granted = [call("POST", f"{url}/grant_capacity", ADMIN).json()["capacity"] for url in everywhere]
+        assert granted == [1, 2, 3]
+        first, second = address["urls"]
+        assert [start(first) for _ in range(2)] == [200, 200]
+        assert start(second) == 200
+        assert [start(url) for url in everywhere] == [429] * 3
+        for _ in range(6):
+            call("POST", f"{address['url']}/grant_capacity", ADMIN)
+        assert [start(address["url"]) for _ in range(7)] == [200] * 6 + [429]
 
 
 def test_what_is_refused_is_refused_as_by_one_server(workers: tuple[dict[str, Any], Path]) -> None:

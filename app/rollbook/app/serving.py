@@ -26,6 +26,7 @@ from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
 from rollbook.proxy.front import Shared
 from rollbook.proxy.listener import bind
+from rollbook.proxy.permits import Permits
 from rollbook.proxy.replicas import Replicas, Update
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.proxy.server import Service, serve_until_stopped
@@ -96,7 +97,16 @@ def serve_book(
             # Nobody else says so: whoever reads the book later can spell the run's tokens.
             started = RunStarted(name=run_id, config={"engine": engine, "model": model_path})
             book.log.append_blocking(Event(run_id=run_id, fact=started))
-        service = Service(log=book.log, engine=answers, tokenizer=tokenizer, config=config, capture=capture, book=book)
+        permits = None if shared is None else Permits(config.permit_s, shared.peers.with_name("permits"))
+        service = Service(
+            log=book.log,
+            engine=answers,
+            tokenizer=tokenizer,
+            config=config,
+            capture=capture,
+            book=book,
+            permits=permits,
+        )
 
         def announce(url: str) -> None:
             if address_file is not None:
@@ -124,8 +134,6 @@ def serve_workers(
     arguments: of `rollbook serve`, without the address. `address_file` gets {url, urls, pid}: the shared address, and
     each worker's own.
     """
-    if any("needs_permit" in word for word in arguments):
-        raise ConfigError("permits are counted by one server: needs_permit and --workers do not go together")
     admin_key = os.environ.get(ADMIN_KEY)
     key = admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
     holder = hold(host, port)

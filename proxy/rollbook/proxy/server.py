@@ -61,6 +61,7 @@ from .front import Front, Shared, peers_of
 from .listener import Protocol, Server, bind, most_connections
 from .metrics import Exposition, Metrics, exposition
 from .parsing import Vocabulary
+from .permits import Permits
 from .reading import HANDLERS as READING
 from .request import Piece
 from .sessions import Session, Sessions
@@ -76,6 +77,8 @@ _log = logging.getLogger("rollbook.proxy")
 class Service:
     """A server's parts and their life. Owns the engine; the log (and its book) stay the caller's.
 
+    permits: those that the workers of one server share; None: its own.
+
     Enter it with `async with`: the engine starts, and the sessions that the book has open are known again.
     """
 
@@ -88,6 +91,7 @@ class Service:
         config: ServeConfig | None = None,
         capture: CaptureSettings | None = None,
         book: Book | None = None,
+        permits: Permits | None = None,
     ) -> None:
         config = config or ServeConfig()
         self.admin_key = config.admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
@@ -114,7 +118,7 @@ class Service:
             metrics=self.metrics,
             spans=self.spans,
         )
-        self.sessions = Sessions(log, self.capture, config, admin_key=self.admin_key)
+        self.sessions = Sessions(log, self.capture, config, admin_key=self.admin_key, permits=permits)
         self.calls = Calls(self.capture, self.sessions, config)
         self.sessions.on_close = self.calls.stop_session
         self.sessions.book = lambda: self.book
@@ -428,7 +432,7 @@ _decode_weights = decoder(Weights)
 async def grant_capacity(request: AnyRequest, service: Served) -> dict[str, int]:
     """Add one permit."""
     service.sessions.require_admin(_key(request))
-    return {"capacity": service.sessions.grant()}
+    return {"capacity": service.sessions.permits.grant()}
 
 
 async def start_session(service: Service, key: str | None, body: bytes) -> Started:
@@ -563,7 +567,7 @@ async def metrics(request: AnyRequest, service: Served) -> Response[bytes]:
         "sessions_open": ("Sessions that are open", float(len(open_))),
         "calls_running": ("Model calls in progress", float(service.calls.running)),
         "calls_waiting": ("Model calls that wait for their turn", float(sum(one.waiting for one in open_))),
-        "permits_free": ("Permits that nobody took", float(service.sessions.capacity())),
+        "permits_free": ("Permits that nobody took", float(service.sessions.permits.free())),
     }
     content, kind = exposition(
         Exposition(service.metrics, engine, info, gauges), request.headers.get("accept", "text/plain")

@@ -32,6 +32,7 @@ from .capture import Capture, Episode
 from .config import ServeConfig
 from .errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
 from .forks import Fork, Origin
+from .permits import Permits
 
 _ORIGINS_KEPT = 64
 """Whose tokens are kept for the next fork of the same one."""
@@ -77,6 +78,7 @@ class Sessions:
         config: ServeConfig,
         *,
         admin_key: str,
+        permits: Permits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = log
@@ -90,7 +92,7 @@ class Sessions:
         self._ended_ids: dict[str, Session] = {}
         self._opening: set[str] = set()  # ids whose start is being recorded
         self._reopening = anyio.Lock()
-        self._permits: list[float] = []  # when each is void, oldest first
+        self.permits = permits or Permits(config.permit_s, clock=clock)
         self._busy_keys: dict[bytes, asyncio.Lock] = {}
         self.book: Callable[[], Book] | None = None  # where forks find what they repeat; blocks
         self._origins: OrderedDict[str, Origin] = OrderedDict()
@@ -211,20 +213,6 @@ class Sessions:
     def open(self) -> list[Session]:
         return list(self._open.values())
 
-    # Capacity
-
-    def grant(self) -> int:
-        """Add a permit, and return how many are free."""
-        self._permits.append(self._clock() + self._config.permit_s)
-        return self.capacity()
-
-    def capacity(self) -> int:
-        """Permits that are free now."""
-        now = self._clock()
-        while self._permits and self._permits[0] <= now:
-            self._permits.pop(0)
-        return len(self._permits)
-
     # Life of a session
 
     async def start(self, body: StartSession) -> Started:
@@ -262,10 +250,8 @@ class Sessions:
             raise Conflict(f"session_id {body.session_id!r} is taken; leave it out to get a new one")
         if len(self._open) >= self._config.max_sessions:
             raise Busy(f"{len(self._open)} sessions are open, the most this server keeps", retry_after_s=5)
-        if self._config.needs_permit and not self.capacity():
+        if not self.permits.take() and self._config.needs_permit:
             raise Busy("no permit is free; POST /grant_capacity gives one", retry_after_s=1)
-        if self.capacity():
-            self._permits.pop(0)
         session = Session(
             episode_id=body.session_id or new_id("ep"),
             run_id=body.run_id or self._config.run_id,
