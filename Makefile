@@ -50,8 +50,8 @@ test-schedulers: $(VENV)/ray.stamp  ## one training run under local, a real Slur
 	$(SLURM)
 	$(BIN)/python -m pytest tests/cluster/check_books.py
 
-test-cluster: test-schedulers  ## the same, and what every launcher promises, under a real Slurm and Ray (root, Debian)
-	$(BIN)/python -m pytest tests/cluster/check_launchers.py
+test-cluster: test-schedulers  ## the same, ranks of a learner, and what every launcher promises, under a real Slurm and Ray (root, Debian)
+	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_ranks.py
 
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
 $(VENV)-sdks/sdks.stamp: pyproject.toml
