@@ -1,12 +1,15 @@
 """What ends a run's rollouts reaches the learner as the one error that says why."""
 
+from pathlib import Path
+
 import pytest
 
 from rollbook.agents.errors import RolloutsFailing
 from rollbook.app.config import ConfigError
 from rollbook.app.launch import LaunchFailed
-from rollbook.app.local import LocalRollouts, engine_of, parallel
+from rollbook.app.local import LocalRollouts, ended_groups, engine_of, parallel
 from rollbook.app.serving import gpus_of, make_engines
+from rollbook.store import BatchTaken, EpisodeClosed, EpisodeOpened, Event, open_book
 
 
 def failed(error: BaseException) -> LocalRollouts:
@@ -65,3 +68,25 @@ def test_each_engine_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_address_is_for_engines_that_are_servers() -> None:
     with pytest.raises(ConfigError, match="--engine is scripted"):
         make_engines("scripted", "m", urls=["http://127.0.0.1:1"], script="x:y", version=0, tokenizer=None)
+
+
+def test_groups_that_failed_whole_come_again_unless_a_batch_knows_of_them(tmp_path: Path) -> None:
+    states = {
+        "done": ["done", "failed"],
+        "failed": ["failed", "failed"],
+        "told": ["failed", "failed"],
+        "dull": ["done"],
+    }
+    with open_book(str(tmp_path), writer="w") as book:
+        for group, ended in states.items():
+            for i, state in enumerate(ended):
+                opened = EpisodeOpened(task_id="t", group_id=group)
+                for fact in (opened, EpisodeClosed(state=state)):
+                    book.log.append_blocking(Event(run_id="r", episode_id=f"{group}{i}", fact=fact))
+        selection = {"groups": [], "rejected": ["told", "dull"]}
+        taken = BatchTaken(batch_id="b", step=0, version=0, rows=[], selection=selection)
+        book.log.append_blocking(Event(run_id="r", fact=taken))
+        book.catch_up()
+        found, n_rejected = ended_groups(book, "r")
+    assert found.keys() == {"done", "told", "dull"}
+    assert n_rejected == 1  # a group that failed was never counted as one to train on

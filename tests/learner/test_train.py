@@ -154,6 +154,41 @@ def test_a_filter_of_the_caller_decides_too(tmp_path: Path, model: str) -> None:
     assert len(selection["groups"]) == 5
 
 
+def failed(config: TrainConfig, n: int) -> None:
+    """What an earlier process of the run left: groups of which every sample failed."""
+    with open_book(config.book_path, writer="old") as book:
+        for group in range(n):
+            for sample in range(config.gconfig.n_samples):
+                opened = EpisodeOpened(task_id=f"task-{group}", group_id=f"echo/t/epoch-0/{group}", version=0)
+                facts = (opened, EpisodeClosed(state="failed", reason="ImportError: no module named tool_box"))
+                episode = f"old-{group}-{sample}"
+                book.log.append_blocking(*(Event(run_id="echo/t", episode_id=episode, fact=fact) for fact in facts))
+
+
+def test_groups_that_failed_whole_are_drawn_again_by_the_same_command(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=1, gconfig__n_samples=4)
+    failed(config, 10)
+    (metrics,) = run(config, EchoRollouts())
+    assert metrics["n_groups"] == 10
+    assert metrics["n_episodes"] == 40
+    with open_book(config.book_path) as book:
+        assert not book.sql(
+            "select 1 from batch_rows join interactions using (interaction_id) where episode_id like 'old-%'"
+        ).num_rows
+
+
+def test_a_run_whose_episodes_all_failed_says_so(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=1, gconfig__n_samples=2)
+    rollouts = EchoRollouts()
+
+    rollouts.check = lambda: failed(config, 10)  # type: ignore[method-assign]
+    with pytest.raises(
+        NothingToTrain,
+        match=r"^no step was trained: 20 of 20 episodes failed, the last with ImportError.*draws them again$",
+    ):
+        run(config, rollouts)
+
+
 def test_missing_rewards_are_missing_not_zero(tmp_path: Path, model: str) -> None:
     def half(task: Mapping[str, Any], output: int) -> float | None:
         return None if output % 2 else right_digit(task, output)
@@ -302,7 +337,7 @@ def test_whoever_watches_sees_what_runs_and_what_failed(
     monkeypatch.setattr(Report, "waiting", lambda _, line: shown.append(line))
     config = echo_config(tmp_path, model, total_train_epochs=1, gconfig__n_samples=8)
     run(config, EchoRollouts())
-    assert any(re.fullmatch(r"\d+ of 10 groups for step 1  running \d+  failed 0.*  tok/s \d+", one) for one in shown)
+    assert any(re.fullmatch(r"\d+ of 10 groups for step 0  running \d+  failed 0.*  tok/s \d+", one) for one in shown)
     with open_book(config.book_path, writer="more") as book:
         (before,) = book.sql("select avg(reward) r, sum(n_output) n from episodes where not is_eval").to_pylist()
         for name in ("runs", "fails"):

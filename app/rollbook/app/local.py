@@ -98,8 +98,7 @@ class LocalRollouts:
         with open_book(book_path, writer="rollouts") as book:
             if online is None:  # an application goes on where it was: the server knows its session again
                 bury_the_dead(book, run_id)
-            ended = ended_episodes(book, run_id)
-            n_rejected = rejected_groups(book, run_id)
+            ended, n_rejected = ended_groups(book, run_id)
         scheduler: SchedulerConfig = config.scheduler
         launcher = self._stack.enter_context(self.launcher_of(config))
         self._servers, admin_key = start_servers(
@@ -287,7 +286,17 @@ def bury_the_dead(book: Book, run_id: str) -> None:
         book.catch_up()
 
 
-def rejected_groups(book: Book, run_id: str) -> int:
-    """How many finished groups earlier batches of the run could not use, and others have taken the place of."""
-    selections = book.sql("select selection from batches where run_id = ?", [run_id]).column(0).to_pylist()
-    return sum(len(json.loads(text).get("rejected", ())) for text in selections if text)
+def ended_groups(book: Book, run_id: str) -> tuple[dict[str, list[tuple[int, str]]], int]:
+    """What earlier processes of the run ended, and of how many groups that were done batches had no use.
+
+    A group of which every sample failed is drawn again, unless a batch has said that it failed.
+    """
+    used: set[str] = set()
+    rejected: set[str] = set()
+    for text in book.sql("select selection from batches where run_id = ?", [run_id]).column(0).to_pylist():
+        selection = json.loads(text) if text else {}
+        used.update(selection.get("groups", ()), selection.get("rejected", ()))
+        rejected.update(selection.get("rejected", ()))
+    ended = ended_episodes(book, run_id)
+    done = {group for group, episodes in ended.items() if any(state == "done" for _, state in episodes)}
+    return {group: ended[group] for group in ended if group in done or group in used}, len(rejected & done)

@@ -9,8 +9,6 @@ from typing import Any
 from rollbook.agents.data import get_custom_dataset
 from rollbook.agents.modes import workflow_of
 from rollbook.learner import PPOTrainer
-from rollbook.learner.errors import NothingToTrain
-from rollbook.store import open_book
 
 from .config import ConfigError, GRPOConfig, load_config
 from .models import prepare_model
@@ -41,24 +39,3 @@ def train_on(config: GRPOConfig, *, rows: Sequence[Any] | None = None) -> None:
         workflow = workflow_of(config.rollout.agent, workflow)
     with PPOTrainer(config, train_dataset=rows, valid_dataset=valid_rows) as trainer:
         trainer.train(workflow=workflow, eval_workflow=config.eval_workflow)
-    if config.scheduler.type != "none":
-        require_step(config.book_path, config.run_id)
-
-
-def require_step(book_path: str, run_id: str) -> None:
-    """Raise NothingToTrain for a run that has ended without a step because its episodes failed."""
-    with open_book(book_path) as book:
-        query = "select count(*) as n from batches where run_id = ? and trained_at is not null"
-        if book.sql(query, [run_id])["n"][0].as_py():
-            return
-        (found,) = book.sql(
-            "select count(*) as n, count(*) filter (state in ('failed', 'lost', 'abandoned')) as n_failed, "
-            "arg_max(reason, closed_at) filter (state = 'failed') as reason from episodes where run_id = ?",
-            [run_id],
-        ).to_pylist()
-    if found["n_failed"]:
-        raise NothingToTrain(
-            f"no step was trained: {found['n_failed']} of {found['n']} episodes failed, the last with "
-            f"{found['reason'] or 'no reason'}. `rollbook doctor {book_path}` says more; their tasks are used up, so "
-            "give another trial_name once it is put right"
-        )

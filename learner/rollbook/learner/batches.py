@@ -8,7 +8,7 @@ before it is trained, with the credit and advantage of each row: `rows_of` build
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,11 +58,18 @@ def natural(name: str) -> tuple[Any, ...]:
 
 
 def finished_groups(
-    book: Book, run_id: str, *, n_samples: int, known: set[str], reward: str | None = None
+    book: Book,
+    run_id: str,
+    *,
+    n_samples: int,
+    known: set[str],
+    without: Collection[str] = (),
+    reward: str | None = None,
 ) -> list[Group]:
     """Groups of the run whose samples all ended, without the known ones; those that finished first come first.
 
-    An episode that was lost or abandoned is drawn again and does not count; a second attempt stands for a failed one.
+    without: episodes that do not count. Nor do those that were lost or abandoned, which are drawn again; a second
+    attempt stands for a failed one.
     """
     table = book.sql(
         f"""
@@ -73,15 +80,30 @@ def finished_groups(
           list(judged.value order by episode_id) filter (where state in ('done', 'failed')) as rewards
         from episodes left join judged using (episode_id)
         where run_id = $run and group_id is not null and not coalesce(is_eval, false)
+          and episode_id not in (select unnest($without::varchar[]))
         group by group_id
         having count(*) filter (where state in ('done', 'failed'))
              - count(*) filter (where attempt > 1 and state in ('open', 'done', 'failed')) >= $n
           and count(*) filter (where state = 'open') = 0
         order by finished_at, group_id
         """,
-        {"run": run_id, "n": n_samples},
+        {"run": run_id, "n": n_samples, "without": list(without)},
     )
     return [_group(row) for row in table.to_pylist() if row["group_id"] not in known]
+
+
+def failed_episodes(book: Book, run_id: str, used: Collection[str]) -> frozenset[str]:
+    """Of groups that no batch took and of which nothing was done: a run that goes on draws these anew."""
+    table = book.sql(
+        """
+        select unnest(list(episode_id) filter (where state = 'failed')) as episode_id from episodes
+        where run_id = $run and group_id is not null and not coalesce(is_eval, false)
+          and group_id not in (select unnest($used::varchar[]))
+        group by group_id having count(*) filter (where state = 'done') = 0
+        """,
+        {"run": run_id, "used": list(used)},
+    )
+    return frozenset(table["episode_id"].to_pylist())
 
 
 UNDER_WAY_S = 30.0

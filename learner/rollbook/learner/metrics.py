@@ -112,7 +112,7 @@ class Report:
         line = summary(metrics)
         self._progress.update(self._task, completed=step + 1, line=line)
         if not self._console.is_terminal:
-            self.say(f"step {step + 1:4d}  {line}")
+            self.say(f"step {step:4d}  {line}")
         if self._tensorboard is not None:
             for name, value in metrics.items():
                 self._tensorboard.add_scalar(name, value, step)

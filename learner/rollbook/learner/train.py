@@ -63,6 +63,7 @@ class Run:
     step: int = 0
     recorded: Sequence[Group] | None = None  # what there is to train on, where nobody makes more
     used: set[str] = field(default_factory=set)  # groups that batches used or rejected
+    failed_before: frozenset[str] = frozenset()  # episodes that earlier processes saw fail: their groups come again
     has_warned: bool = False  # of rewards that teach nothing
     is_rolling: bool = False  # the rollouts have started: they hear of new weights
     _due: dict[str, float] = field(default_factory=dict)
@@ -93,9 +94,10 @@ class Run:
         if published is None:
             self.append(PolicyPublished(version=0, path=str(self.weights)))
         self.used = batches.used_groups(self.book, self.config.run_id)
+        self.failed_before = batches.failed_episodes(self.book, self.config.run_id, self.used)
         self.load_checkpoint()
         for batch in batches.taken_batches(self.book, self.config.run_id, from_step=self.step):
-            self.report.waiting(f"training batch {batch.step + 1} again from the book")
+            self.report.waiting(f"training batch {batch.step} again from the book")
             learned = self.learn(batch)
             self.keep(batch, learned)
             self.publish(batch, learned)
@@ -180,6 +182,7 @@ class Run:
                     self.config.run_id,
                     n_samples=self.config.gconfig.n_samples,
                     known=seen,
+                    without=self.failed_before,
                     reward=self.config.credit.reward,
                 ):
                     if len(usable) == wanted:
@@ -207,7 +210,7 @@ class Run:
                 self.rollouts.check()
             if self.report.is_live:
                 now = batches.under_way(self.book, self.config.run_id)
-                self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step + 1}  {now}")
+                self.report.waiting(f"{len(usable)} of {wanted} groups for step {self.step}  {now}")
             # Looking costs CPU that engine and agents on this machine could use: at most a quarter of the time.
             time.sleep(min(0.5, max(0.01, 3 * looked_s)))
 
@@ -252,7 +255,7 @@ class Run:
         values = np.unique(batch.rows.rewards[np.isfinite(batch.rows.rewards)])
         said = f"is {values[0]:g} in every episode" if len(values) == 1 else "is the same within every group"
         self.report.say(
-            f"step {batch.step + 1} teaches nothing: the reward {name!r} {said}, so every advantage is 0. If it stays "
+            f"step {batch.step} teaches nothing: the reward {name!r} {said}, so every advantage is 0. If it stays "
             "so, look at what the agents do (rollbook show BOOK last), take easier tasks, or reward parts of an answer"
         )
 

@@ -15,7 +15,7 @@ from .algorithms import find_algorithm
 from .backend import Backend, make_backend, ranks_of
 from .batches import Group, recorded_groups
 from .config import ModelConfig, OptimizerConfig, TrainConfig
-from .errors import BadSetting
+from .errors import BadSetting, NothingToTrain
 from .metrics import Report, check_writers
 from .rollouts import Rollouts, find_rollouts
 from .train import Run, train
@@ -158,6 +158,8 @@ class PPOTrainer:
                 recorded=recorded,
             )
         )
+        if rollouts is not None:
+            require_step(book, config)
 
     def _backend(
         self,
@@ -180,6 +182,25 @@ class PPOTrainer:
             top_k=sampling.top_k,
             has_values=has_values,
             seed=self.config.seed,
+        )
+
+
+def require_step(book: Book, config: TrainConfig) -> None:
+    """Raise NothingToTrain for a run that has ended without a step because its episodes failed."""
+    book.catch_up()
+    query = "select count(*) as n from batches where run_id = ? and trained_at is not null"
+    if book.sql(query, [config.run_id])["n"][0].as_py():
+        return
+    (found,) = book.sql(
+        "select count(*) as n, count(*) filter (state in ('failed', 'lost', 'abandoned')) as n_failed, "
+        "arg_max(reason, closed_at) filter (state = 'failed') as reason from episodes where run_id = ?",
+        [config.run_id],
+    ).to_pylist()
+    if found["n_failed"]:
+        raise NothingToTrain(
+            f"no step was trained: {found['n_failed']} of {found['n']} episodes failed, the last with "
+            f"{found['reason'] or 'no reason'}. `rollbook doctor {config.book_path}` says more; once it is put right "
+            "the same command draws them again"
         )
 
 
