@@ -3,7 +3,7 @@
     python benchmarks/proxy.py --tokenizer FOLDER [--only P1,P1b,...] [--rounds 3] [--seconds 3] [--areal FOLDER]
 
 A fake engine, a process of its own, answers as vLLM does: `/inference/v1/generate` for us (token ids in, 300 token ids
-with their logprob objects out, 39 KB), `/v1/chat/completions` for nginx and for AReaL's engine client (the same, as
+with their logprob objects out, 41 KB), `/v1/chat/completions` for nginx and for AReaL's engine client (the same, as
 chat). A load generator sends sessions of 8 turns, each with the grown history, one request at a time per connection,
 over plain sockets. Subjects take turns (A B C A B C) for `--rounds` rounds; a figure is the median of the rounds, a
 ratio the median of each round's ratio. CPU is user + system time of the subject's processes, over requests.
@@ -80,18 +80,20 @@ class Answers:
         """Tokens [begin, end) of the answer to a prompt of this length, as an event of a streamed generate."""
         variant = n_prompt % VARIANTS
         ids, logprobs = self.ids[variant], self.logprobs[variant]
-        content = [
-            {"token_id": int(i), "token": f"token_id:{i}", "logprob": float(x), "rank": 1, "top_logprobs": []}
-            | {"bytes": list(f"token_id:{i}".encode())}
-            for i, x in zip(ids[begin:end].tolist(), logprobs[begin:end].tolist(), strict=True)
-        ]
-        choice = {
+        pairs = zip(ids[begin:end].tolist(), logprobs[begin:end].tolist(), strict=True)
+        sampled = [{"token_id": i, "logprob": x, "rank": 1} for i, x in pairs]
+        choice = {  # as vLLM 0.32 writes it
             "index": 0,
+            "logprobs": {"content": [{**one, "top_logprobs": [one]} for one in sampled]},
             "finish_reason": "stop" if end == OUTPUT else None,
+            "stop_reason": None,
             "token_ids": ids[begin:end].tolist(),
-            "logprobs": {"content": content},
+            "routed_experts": None,
+            "sampling_mask": None,
+            "weight_versions": None,
         }
-        return b"data: %b\n\n" % msgspec.json.encode({"request_id": "r", "choices": [choice]})
+        told = {"request_id": "r", "output_mode": "tokens", "choices": [choice], "usage": None}
+        return b"data: %b\n\n" % msgspec.json.encode(told)
 
     def chat(self, variant: int) -> bytes:
         """A whole chat completion, as vLLM gives it with `return_token_ids`."""

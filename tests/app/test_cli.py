@@ -404,6 +404,11 @@ def test_weights_of_another_shape_are_one_sentence(tmp_path: Path, capsys: pytes
     [
         (["BOOK"], "book is a file, and a book is a folder"),
         (["NEW", "--engine", "scripted", "--script", "nomod:f"], "script 'nomod:f': there is no module 'nomod'"),
+        (
+            ["NEW", "--engine", "scripted", "--script", "os:getpid"],
+            "expected os:getpid to take the tokenizer and return the script, a function of a Generation; it takes ()",
+        ),
+        (["NEW", "--engine", "scripted", "--script", "copy:copy"], "which is no function"),
     ],
 )
 def test_what_cannot_be_served_makes_no_book(

@@ -35,7 +35,7 @@ total_train_steps: 2
 workflow: agent.Agent
 rollout: {backend: "scripted:rollbook.app.demo:calculator"}
 gconfig: {n_samples: 2, max_new_tokens: 16}
-actor: {path: tiny, dtype: float32, logprob_gap_warn: 1.0e9, logprob_gap_stop: 1.0e9}
+actor: {path: tiny, dtype: float32}
 train_dataset:
   path: tasks.jsonl
   batch_size: 3

@@ -30,8 +30,6 @@ recover: {{freq_steps: 2}}
 actor:
   path: tiny
   dtype: float32
-  logprob_gap_warn: 1.0e9     # the scripted engine's logprobs are not those of the model
-  logprob_gap_stop: 1.0e9
   optimizer: {{lr: 1e-3}}
 """
 

@@ -41,8 +41,6 @@ gconfig: {n_samples: 2}
 actor:
   path: tiny
   dtype: float32
-  logprob_gap_warn: 1.0e9     # the scripted engine's logprobs are not those of the model
-  logprob_gap_stop: 1.0e9
 """
 
 

@@ -26,7 +26,7 @@ total_train_steps: 2
 train_dataset: {batch_size: 2}
 gconfig: {n_samples: 1, max_new_tokens: 32}
 rollout: {backend: "scripted:rollbook.app.demo:calculator", max_head_offpolicyness: 1, agent: {mode: online}}
-actor: {path: tiny, dtype: float32, logprob_gap_warn: 1.0e9, logprob_gap_stop: 1.0e9}
+actor: {path: tiny, dtype: float32}
 """
 
 

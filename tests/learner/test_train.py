@@ -267,6 +267,7 @@ def test_the_book_says_what_tokens_were_drawn_from() -> None:
     assert not was_held('{"temperature": 0.7, "is_held": true}', "raw")
     assert not was_held('{"temperature": 0.7}', "processed")
     assert not was_held(None, None)
+    assert was_held('{"temperature": 0.7}', "invented")  # a script's are of no model
 
 
 def test_mfu_is_six_operations_per_parameter_and_computed_token() -> None:

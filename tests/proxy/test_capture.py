@@ -273,7 +273,7 @@ async def test_case_11_the_book_says_what_the_logprobs_are_of():
     async with Talk("x") as talk:
         reply = await talk.ask([user("a")], sampling=Sampling(top_p=0.9))
         fact = talk.fact(reply)
-        assert fact.logprobs_mode == "processed"
+        assert fact.logprobs_mode == talk.engine.logprobs_mode == "invented"
         assert (fact.sampling["temperature"], fact.sampling["top_p"], fact.sampling["top_k"]) == (1.0, 0.9, 0)
 
 

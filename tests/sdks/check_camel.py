@@ -101,7 +101,7 @@ tokenizer_path: tiny
 cluster: {fileroot: FOLDER}
 gconfig: {n_samples: 4, max_new_tokens: 64}
 rollout: {backend: "scripted:agents_areal:script", max_head_offpolicyness: 1}
-actor: {path: tiny, dtype: float32, logprob_gap_warn: 1.0e9, logprob_gap_stop: 1.0e9}
+actor: {path: tiny, dtype: float32}
 train_dataset: {batch_size: 2, path: "agents_areal:rows"}
 """
 

@@ -1,5 +1,6 @@
 """`rollbook serve`: a book, an engine and the proxy's surface, put together and kept up until stopped."""
 
+import inspect
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ from rollbook.proxy.front import Shared
 from rollbook.proxy.listener import bind
 from rollbook.proxy.permits import Permits
 from rollbook.proxy.replicas import Replicas, Update
-from rollbook.proxy.scripted import ScriptedEngine
+from rollbook.proxy.scripted import Script, ScriptedEngine, check_script
 from rollbook.proxy.server import Service, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, BookBusy, BookNotFound, Event, RunStarted, open_book
@@ -268,6 +269,22 @@ def gpus_of(replicas: int, args: Sequence[str]) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(ours[i * each : (i + 1) * each])} for i in range(replicas)]
 
 
+def _script(named: str, tokenizer: Tokenizer) -> Script:
+    """The script that a function called MODULE:FUNCTION makes. Raises ConfigError where it makes none."""
+    make = load(named, "script")
+    try:
+        inspect.signature(make).bind(tokenizer)
+    except TypeError:
+        raise ConfigError(
+            f"expected {named} to take the tokenizer and return the script, a function of a Generation; it takes "
+            f"{inspect.signature(make)}"
+        ) from None
+    try:
+        return check_script(make(tokenizer), named)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def make_engine(
     kind: str,
     model: str,
@@ -286,7 +303,7 @@ def make_engine(
     if kind == "scripted":
         if script is None:
             raise ConfigError("the scripted engine needs --script MODULE:FUNCTION, which says what it answers")
-        return ScriptedEngine(load(script, "script")(tokenizer), version=version)
+        return ScriptedEngine(_script(script, tokenizer), version=version)
     if kind == "embedded":
         from rollbook.proxy.embedded import EmbeddedEngine
 

@@ -355,8 +355,13 @@ def drawn(sampling: str | None, logprobs_mode: str | None) -> Draw | None:
 
 
 def was_held(sampling: str | None, logprobs_mode: str | None) -> bool:
-    """Whether logprobs are of what an enforced form left. Raw ones are of the model's own distribution, form or not."""
-    return logprobs_mode != "raw" and bool(sampling) and json.loads(sampling or "{}").get("is_held") is True
+    """Whether logprobs are of no distribution that is known here: a script's, or of what an enforced form left.
+
+    Raw ones are of the model's own distribution, form or not.
+    """
+    if logprobs_mode in ("raw", "invented"):
+        return logprobs_mode == "invented"
+    return bool(sampling) and json.loads(sampling or "{}").get("is_held") is True
 
 
 def scored(book: Book, rows: Rows, scorer: str) -> Floats:

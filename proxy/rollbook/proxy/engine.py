@@ -16,8 +16,9 @@ from rollbook.store.events import Float32s, Int32s
 from .errors import BadRequest
 
 FinishReason = Literal["stop", "length", "abort"]
-LogprobsMode = Literal["processed", "raw"]
-"""processed: of the distribution that was sampled (temperature, top_p, top_k applied); raw: of the model's own."""
+LogprobsMode = Literal["processed", "raw", "invented"]
+"""processed: of the distribution that was sampled (temperature, top_p, top_k applied); raw: of the model's own;
+invented: of no model, so a learner does not compare them with its own."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,7 +1,8 @@
 """An engine that says what a script tells it to: for tests, demos of the plumbing, load and soak runs.
 
 It keeps every promise of `engine.Engine` (streaming, abort, pause, versions) without a model. Logprobs are a fixed
-function of the token and its place, so a test can say which logprob belongs to which token.
+function of the token and its place, so a test can say which logprob belongs to which token; they are recorded as
+`invented`, and a learner takes its own instead.
 """
 
 import asyncio
@@ -15,10 +16,26 @@ import numpy as np
 from rollbook.store.events import Float32s, Int32s
 
 from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled, check_sampling
-from .errors import ContextOverflow, EngineUnavailable
+from .errors import ContextOverflow, EngineFailed, EngineUnavailable
 
 Script = Callable[[Generation], Sequence[int] | Awaitable[Sequence[int]]]
 """Token ids to answer with, end-of-turn token included if the answer is to finish with `stop`."""
+
+
+def check_script(made: object, named: str) -> Script:
+    """What a function that makes scripts returned, if it can be one. Raises ValueError with what was expected."""
+    expected = f"expected {named} to take the tokenizer and return the script, a function of a Generation"
+    if not callable(made):
+        raise ValueError(f"{expected}; it returned {made!r:.80}, which is no function")
+    try:
+        signature = inspect.signature(made)
+    except ValueError:  # built in
+        return made  # type: ignore[no-any-return]
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ValueError(f"{expected}; it returned one that takes {signature}") from None
+    return made  # type: ignore[no-any-return]
 
 
 def scripted_logprob(token: int, index: int) -> float:
@@ -33,13 +50,24 @@ def _logprobs(ids: Int32s) -> Float32s:
     return -(0.01 + ((ids * np.int64(31) + np.arange(len(ids)) * 7) % 997) / 500).astype(np.float32)
 
 
+def _ids_of(answer: object) -> Int32s:
+    """Raises EngineFailed for what are no token ids."""
+    given = np.asarray(answer) if not isinstance(answer, str) else np.empty((0, 0))
+    if given.ndim != 1 or (len(given) and not np.issubdtype(given.dtype, np.integer)):
+        raise EngineFailed(
+            f"the script must return token ids, a list of ints, and returned {answer!r:.80}; "
+            "write [*tokenizer.encode(text).tolist()]"
+        )
+    return given.astype(np.int32)
+
+
 class ScriptedEngine:
     """See `engine.Engine`.
 
     script: what to answer. chunk_tokens: tokens per streamed piece. token_s: seconds each token takes.
     """
 
-    logprobs_mode: LogprobsMode = "processed"
+    logprobs_mode: LogprobsMode = "invented"
 
     def __init__(
         self,
@@ -81,7 +109,7 @@ class ScriptedEngine:
                 f"the prompt has {len(generation.prompt_ids)} tokens, the context {self._max_context}; shorten it"
             )
         answer = self._script(generation)
-        ids = np.asarray(await answer if inspect.isawaitable(answer) else answer, np.int32)
+        ids = _ids_of(await answer if inspect.isawaitable(answer) else answer)
         limit = min(generation.sampling.max_tokens or room, room)
         stops = set(generation.sampling.stop_token_ids)
         plain = ids.tolist()

@@ -113,7 +113,7 @@ class InteractionRecorded(Fact, frozen=True, kw_only=True):
     model: str = "default"
     role: str | None = None  # which of several agents asked, where the client says so
     sampling: dict[str, Any] = {}
-    logprobs_mode: Literal["processed", "raw"] = "processed"
+    logprobs_mode: Literal["processed", "raw", "invented"] = "processed"  # invented: a script's, of no model
     finish_reason: str | None = None
     is_trainable: bool = True
     capture: Literal["complete", "incomplete"] = "complete"

@@ -156,7 +156,7 @@ interactions = sa.Table(
     _text("capture", "complete or incomplete"),
     _text("origin_id", "in a fork: the interaction that it repeats from the record; NULL where it was sampled"),
     _int("delivered", "sampled tokens that reached the client, where it left early"),
-    _text("logprobs_mode", "of which distribution the logprobs are: processed or raw"),
+    _text("logprobs_mode", "of which distribution the logprobs are: processed, raw, or invented by a script"),
     _text("sampling", "sampling settings as JSON"),
     _float("mean_logprob", "mean behaviour logprob of its sampled tokens"),
     _float("seconds", "from request to last token"),
