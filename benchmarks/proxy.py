@@ -15,7 +15,7 @@ Families:
     P1   whole replies, 16 connections (--connections), durable before the reply, with our rendering and tokenisation
     P1b  1 connection: added latency over the engine asked directly
     P1c  stalls, p99 and CPU while the book grows to --grow completions (100,000); and P3, memory and bytes on disk
-    P2   streams of 300 tokens, an event each, all there at once; P2paced: 2 ms apart
+    P2   streams of 300 tokens, an event each, all there at once; P2paced: 2 ms apart; P2first: when the first is there
     P4   8 sessions of 200 turns: CPU and memory of a turn
     P5   50 to 2,000 sub-agents of one session, interleaved: CPU of a call
 """
@@ -767,6 +767,24 @@ class Bench:
                     *(f"{k} {v:.4g}" for k, v in figures.items()),
                 )
 
+    def first_token(self) -> None:
+        """P2first: when the first token of a stream is there, 1 connection, tokens 2 ms apart."""
+        with self.engine(0.002) as engine, contextlib.ExitStack() as stack:
+            Subject.helpers = [engine.pid]
+            ours, book = self.rollbook(engine)
+            stack.enter_context(ours)
+            ours.load(1, seconds=1.0, is_stream=True)
+            replies: list[tuple[str, str, str]] = []
+            added: list[float] = []
+            for seed in range(self.given.rounds):
+                burst, _ = ours.load(1, seconds=self.given.seconds, is_stream=True, seed=seed + 1)
+                replies.extend(burst.replies)
+                direct = uvloop.run(generate_directly(engine.url, n_prompt=1000, n=max(3, burst.n)))
+                added.append(1e3 * (statistics.median(burst.first) - statistics.median(direct)))
+            stack.close()
+            check(book, self.answers, engine.url, replies)
+            row("rollbook c=1, first token", f"added p50 {statistics.median(added):.3f} ms")
+
     def growth(self) -> None:
         """P1c and P3: the book grows to --grow completions."""
         given = self.given
@@ -833,6 +851,20 @@ class Bench:
             row(f"rollbook, {n_agents} agents in a session", f"us {each:.0f} a call")
 
 
+async def generate_directly(url: str, *, n_prompt: int, n: int) -> list[float]:
+    """Seconds to the first token of streams that the engine is asked for without a proxy."""
+    connection = await Connection.open(url)
+    sampling = {"max_tokens": 512, "stream_interval": None}
+    body = msgspec.json.encode({"token_ids": list(range(n_prompt)), "sampling_params": sampling, "stream": True})
+    first: list[float] = []
+    for _ in range(n):
+        sent = time.perf_counter()
+        await connection.post("/inference/v1/generate", "none", body)
+        first.append(connection.first_at - sent)
+    connection.close()
+    return first
+
+
 async def lockstep(
     url: str, *, n_sessions: int, turns: int, at: Callable[[int], None], marks: tuple[int, ...]
 ) -> list[tuple[str, str, str]]:
@@ -885,6 +917,7 @@ FAMILIES: dict[str, Callable[[Bench], None]] = {
     "P1b": Bench.latency,
     "P2": lambda bench: bench.whole(is_stream=True),
     "P2paced": lambda bench: bench.whole(is_stream=True, pace_s=0.002),
+    "P2first": Bench.first_token,
     "P1c": Bench.growth,
     "P4": Bench.long_sessions,
     "P5": Bench.many_agents,

@@ -232,9 +232,38 @@ def test_a_body_that_does_not_come_is_not_waited_for_forever(running):
     assert b" 400 " in answer
 
 
-def test_a_stranger_is_refused_before_the_body_is_read(running):
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages/count_tokens", "/rl/start_session", "/rl/set_reward"]
+)
+def test_a_stranger_is_refused_before_the_body_is_read(running, path):
     served, _, _ = running
-    assert b" 401 " in speak(served, head("nobody", 1 << 40))
+    assert b" 401 " in speak(served, head("nobody", 1 << 40, path))
+
+
+def test_bodies_that_are_too_many_together_are_told_to_come_back():
+    config = ServeConfig(admin_key="admin-key-of-the-tests", max_bodies_bytes=300_000, body_s=20)
+    with (
+        anyio.from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
+    ):
+        key = portal.call(served.client.start_session, "t").api_key
+        host, port = served.url.removeprefix("http://").split(":")
+        body = json.dumps({"messages": [{"role": "user", "content": "x" * 400_000}]}).encode()
+        with socket.create_connection((host, int(port)), timeout=5) as slow:
+            slow.sendall(head(key, 250_000) + b"{")
+            while not served.service.room.used:
+                time.sleep(0.01)
+            refused = speak(served, head(key, 100_000))
+            assert b" 429 " in refused
+            assert b"retry-after: 1" in refused
+            small = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+            assert b" 200 " in speak(served, head(key, len(small)) + small)
+        while served.service.room.used:
+            time.sleep(0.01)
+        # One that is larger than all of the room is taken where it is alone.
+        assert b" 200 " in speak(served, head(key, len(body)) + body)
+        while served.service.room.used:
+            time.sleep(0.01)
 
 
 def test_a_flood_of_headers_is_cut_off(running):

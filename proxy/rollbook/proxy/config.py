@@ -130,6 +130,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pace_s: float = 0.01  # tokens of a stream that come closer together than this share a write; the first never waits
     stall_s: float = 120.0  # a client that takes nothing for this long is gone
     max_body_bytes: int = 32 << 20
+    max_bodies_bytes: int = (
+        256 << 20
+    )  # of all requests that are read or answered now; further ones are told to come back
     max_header_bytes: int = 64 << 10
     max_connections: int = 16_384  # open at once, and no more than there are files for; further ones get 429 and go
     body_s: float = 30.0  # to send the whole request body

@@ -25,7 +25,7 @@ from .config import ServeConfig
 from .dialects import decoder, refuse_as_openai
 from .errors import EngineUnavailable, ProxyError
 from .sessions import Sessions, hash_key
-from .wire import ClientGone, Message, Receive, Scope, Send, answer, bearer, error_headers, read_body, watch
+from .wire import ClientGone, Message, Receive, Room, Scope, Send, answer, bearer, error_headers, read_body, watch
 
 _HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"host", b"content-length", b"upgrade", b"te", b"trailer"}
 _decode_start = decoder(StartSession)
@@ -52,6 +52,7 @@ class Front:
         self._config = config
         self._peers = [url.rstrip("/") for url in peers]
         self._index = index
+        self._room = Room(config.max_bodies_bytes)
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -117,8 +118,13 @@ class Front:
             await self._to_who_knows(body, scope, send)
 
     async def _body(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        config = self._config
-        return await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        config, held = self._config, self._room.hold()
+        try:
+            return await read_body(
+                scope, headers, receive, held, max_bytes=config.max_body_bytes, seconds=config.body_s
+            )
+        finally:
+            held.give_back()
 
     async def _start(self, body: bytes, scope: Scope, send: Send) -> None:
         """A session begins where its key says; without a key, here."""

@@ -67,7 +67,20 @@ from .request import Piece
 from .sessions import Session, Sessions
 from .spans import Spans
 from .tokenizer import Tokenizer
-from .wire import SSE, ClientGone, Receive, Scope, Send, answer, bearer, connection_of, error_headers, read_body, watch
+from .wire import (
+    SSE,
+    ClientGone,
+    Receive,
+    Room,
+    Scope,
+    Send,
+    answer,
+    bearer,
+    connection_of,
+    error_headers,
+    read_body,
+    watch,
+)
 
 AnyRequest: TypeAlias = Request[Any, Any, Any]
 
@@ -136,6 +149,7 @@ class Service:
                 ("completions", self.completions),
             )
         }
+        self.room = Room(config.max_bodies_bytes)
         self.started = time.time()
         self._pieces = Vocabulary(tokenizer).pieces
         self._loading = anyio.Lock()
@@ -222,6 +236,7 @@ def is_weak(key: str) -> bool:
 async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one model call, streamed or whole."""
     began = time.perf_counter()
+    held = service.room.hold()
     client: Client | None = None
     status, wrong = 500, None
     headers = dict(scope["headers"])
@@ -230,7 +245,7 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         _require_post(scope)
         session = service.sessions.require_open(bearer(headers))
         config = service.config
-        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        body = await read_body(scope, headers, receive, held, max_bytes=config.max_body_bytes, seconds=config.body_s)
         seen = session.episode.seen if session.episode is not None and dialect.reads_on else None
         known = None if seen is None else seen.recall(body)
         asked = dialect.parse(body, Context(defaults=config.gconfig, headers=headers, known=known))
@@ -258,6 +273,7 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         status, refusal = dialect.refuse(wrong)
         await answer(scope, send, status, refusal, error_headers(wrong))
     finally:
+        held.give_back()
         if client is not None:
             service.calls.finish(client)
         kind = None if wrong is None else type(wrong).__name__
@@ -390,12 +406,12 @@ async def messages(scope: Scope, receive: Receive, send: Send) -> None:
 async def count_tokens(scope: Scope, receive: Receive, send: Send) -> None:
     """How long the prompt of an Anthropic Messages request is."""
     service = _service(scope)
-    dialect, config = service.messages, service.config
+    dialect, config, held = service.messages, service.config, service.room.hold()
     try:
         _require_post(scope)
         headers = dict(scope["headers"])
         service.sessions.require_open(bearer(headers))
-        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        body = await read_body(scope, headers, receive, held, max_bytes=config.max_body_bytes, seconds=config.body_s)
         request = dialect.parse(body, Context(defaults=config.gconfig, headers=headers))
         await answer(scope, send, 200, msgspec.json.encode({"input_tokens": await service.capture.count(request)}))
     except ClientGone:
@@ -403,6 +419,8 @@ async def count_tokens(scope: Scope, receive: Receive, send: Send) -> None:
     except ProxyError as error:
         status, refusal = dialect.refuse(error)
         await answer(scope, send, status, refusal, error_headers(error))
+    finally:
+        held.give_back()
 
 
 @asgi(["/completions", "/v1/completions"], copy_scope=False)
@@ -477,12 +495,15 @@ async def manage(
     send: Send,
 ) -> None:
     """Answer one of the routes above."""
-    config = service.config
+    config, held = service.config, service.room.hold()
     try:
         _require_post(scope)
         headers = dict(scope["headers"])
-        body = await read_body(scope, headers, receive, max_bytes=config.max_body_bytes, seconds=config.body_s)
-        said = msgspec.json.encode(await route(service, bearer(headers), body))
+        key = bearer(headers)
+        if not service.sessions.is_admin(key):
+            service.sessions.find(key)  # a stranger's body is not read
+        body = await read_body(scope, headers, receive, held, max_bytes=config.max_body_bytes, seconds=config.body_s)
+        said = msgspec.json.encode(await route(service, key, body))
     except ClientGone:
         return
     except Exception as error:
@@ -491,6 +512,8 @@ async def manage(
         await answer(scope, send, status, refusal, error_headers(wrong))
     else:
         await answer(scope, send, 200, said)
+    finally:
+        held.give_back()
 
 
 @asgi([prefix + path for path in _SESSION_ROUTES for prefix in ("", "/v1")], copy_scope=False)

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from .errors import BadRequest, ProxyError, TooLarge
+from .errors import BadRequest, Busy, ProxyError, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -58,6 +58,46 @@ class Connection(Protocol):
         ...
 
 
+class Room:
+    """Memory for the bodies of all requests that are read or answered now. Others are told to come back."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.used = 0
+
+    def hold(self) -> "Held":
+        return Held(self)
+
+
+class Held:
+    """What one request holds of the room, until it gives it back."""
+
+    __slots__ = ("_room", "n")
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self.n = 0
+
+    def grow(self, n: int) -> None:
+        """Hold n bytes, if that is more than now. Raises Busy."""
+        room, more = self._room, n - self.n
+        if more <= 0:
+            return
+        if room.used + more > room.max_bytes and room.used > self.n:
+            raise Busy(
+                f"requests of {room.used} bytes are being answered, and with this one it would be more than "
+                f"{room.max_bytes}; come back in a moment",
+                retry_after_s=1,
+            )
+        room.used += more
+        self.n = n
+
+    def give_back(self) -> None:
+        """Twice is once."""
+        self._room.used -= self.n
+        self.n = 0
+
+
 def connection_of(scope: Scope) -> Connection | None:
     """None under another server."""
     connection: Connection | None = scope.get("rollbook.connection")
@@ -65,9 +105,10 @@ def connection_of(scope: Scope) -> Connection | None:
 
 
 async def read_body(
-    scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, *, max_bytes: int, seconds: float
+    scope: Scope, headers: Mapping[bytes, bytes], receive: Receive, held: Held, *, max_bytes: int, seconds: float
 ) -> bytes:
-    """The whole request body. Raises TooLarge, BadRequest if it takes too long, ClientGone."""
+    """The whole request body, which `held` then holds. Raises TooLarge, Busy, BadRequest if it takes too long, and
+    ClientGone."""
     encoding = headers.get(b"content-encoding", b"identity")
     if encoding.lower() != b"identity":
         raise BadRequest(f"content-encoding {encoding.decode('latin-1')!r} is not taken; send the body as it is")
@@ -77,8 +118,10 @@ async def read_body(
         if told <= 4 * max_bytes:
             await _discard(receive)
         raise TooLarge(f"the body has {told} bytes, the most is {max_bytes}; shorten the request")
+    held.grow(told)
     connection = connection_of(scope)
     if connection is not None and (whole := connection.body(scope)) is not None and len(whole) <= max_bytes:
+        held.grow(len(whole))
         return whole
     try:
         async with asyncio.timeout(seconds):
@@ -90,6 +133,7 @@ async def read_body(
                     message = await receive()
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
+                    held.grow(size)
                 body = b"".join(parts)
     except TimeoutError:
         raise BadRequest(f"the body did not come within {seconds:g} s; send the request again") from None
