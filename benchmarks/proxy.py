@@ -37,7 +37,6 @@ import sysconfig
 import tempfile
 import time
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +45,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import uvloop
+from xxhash import xxh3_64_intdigest
 
 ADMIN = "benchmark-admin-key"
 TURNS, OUTPUT, VARIANTS = 8, 300, 16
@@ -116,7 +116,7 @@ class FakeEngine(asyncio.Protocol):
     """One connection to the fake engine. No framework: it must never be what is measured."""
 
     answers: Answers
-    asked: dict[int, int] = {}  # crc32 of the ids of each prompt, as JSON -> how many ids  # noqa: RUF012
+    asked: dict[int, int] = {}  # hash of the ids of each prompt, as JSON -> how many ids  # noqa: RUF012
     events: dict[tuple[int, int], bytes] = {}  # (variant, tokens per event) -> the events  # noqa: RUF012
     pace_s = 0.0  # between events; 0: all at once
 
@@ -181,7 +181,7 @@ class FakeEngine(asyncio.Protocol):
             entries = [{"token_id": 1, "logprob": 0.0}] * n
             choice = {"token_ids": [1] * n, "logprobs": {"content": entries}, "finish_reason": "length"}
             return b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode({"choices": [choice]})
-        self.asked[zlib.crc32(ids)] = n_ids
+        self.asked[xxh3_64_intdigest(ids)] = n_ids  # 32 bits would be too few for 100,000
         step = max(1, sampling.get("stream_interval") or 1)
         return self.events.get((n_ids % VARIANTS, step)) or self._kept((n_ids % VARIANTS, step))
 
@@ -611,7 +611,7 @@ def check(book: Path, answers: Answers, engine: str, replies: list[tuple[str, st
     from rollbook.store.directory import DirectoryLog
     from rollbook.store.events import InteractionRecorded, from_batch
 
-    asked = {int(crc): n for crc, n in json.loads(urllib.request.urlopen(f"{engine}/asked").read())}
+    asked = {int(key): n for key, n in json.loads(urllib.request.urlopen(f"{engine}/asked").read())}
     paths: dict[str, np.ndarray[Any, Any]] = {}
     known: dict[str, tuple[str, str]] = {}
     roots = 0
@@ -626,7 +626,7 @@ def check(book: Path, answers: Answers, engine: str, replies: list[tuple[str, st
             before = paths[fact.parent_id][: fact.shared] if fact.parent_id else np.empty(0, np.int32)
             prompt = np.concatenate((before, event.prompt_ids))
             n = len(prompt) % VARIANTS
-            assert asked.get(zlib.crc32(",".join(map(str, prompt.tolist())).encode())) == len(prompt), (
+            assert asked.get(xxh3_64_intdigest(",".join(map(str, prompt.tolist())))) == len(prompt), (
                 "the engine was asked something else"
             )
             assert np.array_equal(event.output_ids, answers.ids[n]), "other tokens than the engine sent"

@@ -30,12 +30,12 @@ def check_script(made: object, named: str) -> Script:
     try:
         signature = inspect.signature(made)
     except ValueError:  # built in
-        return made  # type: ignore[no-any-return]
+        return made
     try:
         signature.bind(None)
     except TypeError:
         raise ValueError(f"{expected}; it returned one that takes {signature}") from None
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def scripted_logprob(token: int, index: int) -> float:
