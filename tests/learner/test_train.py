@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -351,3 +352,45 @@ def test_whoever_watches_sees_what_runs_and_what_failed(
         assert float(now[1]) == pytest.approx(before["r"], abs=1e-3)
         assert 0 < float(now[2]) <= before["n"]
         assert batches.under_way(book, "another run") == "running 0  failed 0  tok/s 0"
+
+
+def test_tensorboard_and_weights_and_biases_get_every_step(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ERROR_REPORTING", "false"), ("SILENT", "true"), ("DATA_DIR", str(tmp_path))):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    config = echo_config(tmp_path, model, total_train_epochs=2)
+    config.stats_logger.tensorboard.path = str(tmp_path / "events")
+    config.stats_logger.wandb.mode = "offline"
+    told = run(config, EchoRollouts())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(config.stats_logger.tensorboard.path).Reload()
+    for name in ("loss", "reward", "grad_norm"):
+        points = [(point.step, point.value) for point in events.Scalars(name)]
+        assert points == [(m["step"], pytest.approx(m[name], rel=1e-6)) for m in told]
+    (file,) = (Path(config.run_path) / "wandb").glob("offline-run-*/run-echo-t.wandb")
+    written = offline_history(file)
+    assert [(int(row["_step"]), row["loss"], row["reward"]) for row in written] == [
+        (m["step"], m["loss"], m["reward"]) for m in told
+    ]
+
+
+def offline_history(file: Path) -> list[dict[str, Any]]:
+    """What `wandb sync` would send. The file is a LevelDB log: behind 7 bytes, blocks of 32 KiB of pieces of records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record, rows = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            told = Record.FromString(record)
+            record = b""
+            if told.WhichOneof("record_type") == "history":
+                rows.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in told.history.item})
+    return rows
