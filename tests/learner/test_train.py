@@ -377,7 +377,7 @@ def test_tensorboard_and_weights_and_biases_get_every_step(
 
 
 def offline_history(file: Path) -> list[dict[str, Any]]:
-    """What `wandb sync` would send. The file is a LevelDB log: behind 7 bytes, blocks of 32 KiB of pieces of records."""
+    """What `wandb sync` would send. A LevelDB log: behind 7 bytes, blocks of 32 KiB of pieces of records."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, record, rows = file.read_bytes(), 7, b"", []

@@ -115,6 +115,25 @@ def test_a_tree_in_dense_pieces_is_the_tree(
     in_pieces_as_row_by_row(rows, list(micro_batches(rows, max_tokens=budget, form="trie", least=least)), seed)
 
 
+def test_a_long_segment_is_a_call_of_its_own_and_a_single_token_is_never_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "LONG", 8)
+    rng = np.random.default_rng(0)
+    tails = [rng.integers(0, 32, n).tolist() for n in (12, 12, 11, 6, 5, 1)]
+    rows = make_rows([(list(range(9)), [i, *tail]) for i, tail in enumerate(tails)])
+    trie = build(rows)
+    triangles = segments.plan(trie.depth_T, trie.end_T, torch.device("cpu")).triangles
+    assert [(t.count, t.index_BL is None) for t in triangles] == [
+        (2, True),
+        (1, True),
+        (1, True),
+        (2, False),
+        (1, False),
+    ]
+    assert triangles[-1].index_BL is not None
+    assert triangles[-1].index_BL.shape == (1, 2)
+    in_pieces_as_row_by_row(rows, [trie], 0)
+
+
 def test_siblings_of_one_length_are_a_view() -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 32, 9).tolist()
