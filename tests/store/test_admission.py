@@ -143,15 +143,15 @@ NAN = float("nan")
 NOT_KNOWN = BatchRow(interaction_id="i", credit=NAN, advantage=0)
 REFUSED: dict[str, Any] = {
     "a bool as reward": ({"fact": RewardGiven(value=True)}, "no RewardGiven"),
-    "a reward that is no number": ({"fact": RewardGiven(value=float("nan"))}, "no RewardGiven"),
-    "an endless weight": ({"fact": RewardGiven(value=1, weight=float("inf"))}, "no RewardGiven.*weight"),
+    "a reward that is no number": ({"fact": RewardGiven(value=float("nan"))}, "value of .*finite number, got nan"),
+    "an endless weight": ({"fact": RewardGiven(value=1, weight=float("inf"))}, "weight of .*must be a finite"),
     "no weight": ({"fact": RewardGiven(value=1, weight=None)}, "no RewardGiven.*weight"),  # type: ignore[arg-type]
     "a reward without a name": ({"fact": RewardGiven(value=1, name="")}, "needs a name"),
     "a span of an episode": ({"fact": RewardGiven(value=1, start=0, end=1)}, "needs an interaction_id"),
     "an unknown state": ({"fact": EpisodeClosed(state="won")}, "no EpisodeClosed.*'won'"),  # type: ignore[arg-type]
     "credit that is no number": (
         {"fact": BatchTaken(batch_id="b", step=0, version=0, rows=[NOT_KNOWN])},
-        "no BatchTaken.*credit",
+        "no BatchTaken.*NaN and inf",
     ),
     "a number no column holds": ({"fact": EpisodeOpened(task_id="t", attempt=2**31)}, "no EpisodeOpened.*attempt"),
     "a time after time": ({"recorded_at": 2**63 - 1}, "before the year 10000; got 9223372036854775807"),

@@ -31,6 +31,7 @@ from rollbook.store import (
     LogClosed,
     LogCorrupt,
     LogWriteFailed,
+    StoreError,
 )
 from rollbook.store.events import from_batch
 from store_histories import interaction, same
@@ -385,19 +386,20 @@ def test_a_writer_needs_few_open_files(tmp_path: Path) -> None:
 
 def test_one_writer_name_has_one_owner(tmp_path: Path) -> None:
     log = DirectoryLog(tmp_path / "book", "w")
-    with pytest.raises(BookBusy, match="give this one another writer name"):
+    with pytest.raises(BookBusy, match=r"this process appends to .* give this one another name, or close that one"):
         DirectoryLog(tmp_path / "book", "w")
     code = """
         import sys
         from rollbook.store import BookBusy, DirectoryLog
         try:
             DirectoryLog(sys.argv[1], "w")
-        except BookBusy:
-            print("busy")
+        except BookBusy as error:
+            print(error)
         DirectoryLog(sys.argv[1], "other").close()
     """
     process = python(code, tmp_path / "book")
-    assert process.communicate(timeout=50)[0] == "busy\n"
+    said = process.communicate(timeout=50)[0]
+    assert f"another process ({os.getpid()}) appends to" in said
     assert process.returncode == 0
     log.close()
     DirectoryLog(tmp_path / "book", "w").close()
@@ -548,6 +550,18 @@ def test_a_folder_that_is_no_book_says_what_to_do(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(BookNotFound, match=r"no book at .*has no book\.json.*writer="):
             DirectoryLog(path)
+
+
+def test_a_folder_with_other_things_in_it_does_not_become_a_book(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(StoreError, match=r"is no book and has other things in it \(thesis\.tex\); give the path of"):
+        DirectoryLog(tmp_path, "w")
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    for name in (".hidden", "policies"):  # what a desktop and a training run leave there before the book is made
+        (tmp_path / name / name).mkdir(parents=True)
+        DirectoryLog(tmp_path / name, "w").close()
+    (tmp_path / "policies" / "book.json").unlink()
+    DirectoryLog(tmp_path / "policies", "w").close()
 
 
 def test_a_newer_book_names_both_versions(tmp_path: Path) -> None:

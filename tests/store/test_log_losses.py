@@ -136,7 +136,10 @@ def test_a_loss_is_accepted_by_a_person_and_of_a_writer_at_rest(book: Path, caps
     said = capsys.readouterr()
     assert "given up: positions 4 to 5 of 'w' are lost" in said.err
     assert "were lost and given up" in said.out
-    with closing(DirectoryLog(book, "w")), pytest.raises(BookBusy, match="'w' is at work; stop it first"):
+    with (
+        closing(DirectoryLog(book, "w")),
+        pytest.raises(BookBusy, match="'w' is at work in this process; stop it first"),
+    ):
         accept_loss(book)
 
 

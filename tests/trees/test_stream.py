@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rollbook.store import Event, InteractionRecorded, MemoryLog, Messages
 from rollbook.store.directory import DirectoryLog
@@ -296,15 +297,53 @@ def test_a_deep_conversation_needs_no_recursion():
     assert nodes.trie().n_tokens == 6000
 
 
-def test_a_missing_parent_and_a_wrong_length_are_named():
-    forest = areal_example()
-    forest.table.pop(0)
-    with pytest.raises(KeyError, match="2 shares 4 tokens"):
-        forest.nodes()
+def test_a_wrong_length_is_named():
     forest = areal_example()
     forest.table[1]["n_output"] = 3
     with pytest.raises(LogCorrupt, match="rebuild the views"):
         forest.nodes()
+
+
+def circle(events: list[Event]) -> None:
+    """The first turn names the last one as its parent."""
+    fact = replace(events[0].fact, parent_id=events[-1].interaction_id, edge="extends", shared=1)
+    events[0] = replace(events[0], fact=replace(fact, prompt_length=fact.prompt_length + 1))
+
+
+def too_much(events: list[Event]) -> None:
+    """The second turn shares more than the first one has."""
+    fact = replace(events[1].fact, shared=10**6)
+    events[1] = replace(events[1], fact=replace(fact, prompt_length=10**6 + len(events[1].prompt_ids)))
+
+
+def lost(events: list[Event]) -> None:
+    """The first turn is not in the book."""
+    del events[0]
+
+
+@pytest.mark.parametrize("harm", [circle, too_much, lost])
+def test_what_cannot_be_rebuilt_harms_nobody_else(harm):
+    sound = [replace(e, episode_id="ep") for e in linear(1, 3)]
+    harmed = [replace(e, episode_id="ep", interaction_id=f"h{e.interaction_id}") for e in linear(1, 4)]
+    for i, event in enumerate(harmed[1:]):
+        harmed[i + 1] = replace(event, fact=replace(event.fact, parent_id=harmed[i].interaction_id))
+    harm(harmed)
+    log = MemoryLog("w")
+    log.append_blocking(*sound, *harmed)
+    nodes = Nodes.read(table_of(log), Payloads(log))
+    expected = Nodes.read(table_of(log).slice(0, 3), Payloads(log))
+    n_sound = 1 if harm is too_much else 0
+    names = [e.interaction_id for e in [*sound, *harmed[:n_sound]]]
+    assert nodes.load().row_ids == names
+    assert nodes.load().input_ids[: expected.load().n_tokens].tolist() == expected.load().input_ids.tolist()
+    assert list(export(nodes, {}, style="individual")) == names
+    assert len(export(nodes, {}, style="concat")) == 1 + n_sound
+    assert nodes.trie().n_tokens > 0
+    for i in range(3 + n_sound, len(nodes)):
+        with pytest.raises(LogCorrupt, match=f"{nodes.interaction_ids[i]} or what it stands on.*leave it out"):
+            nodes.load([i])
+        with pytest.raises(LogCorrupt, match="leave it out"):
+            nodes.trie([0, i])
 
 
 def test_export_individual_has_areals_fields():
@@ -451,6 +490,7 @@ def test_a_small_budget_changes_nothing_but_speed(tmp_path: Path, budget: int):
             parts.append(Nodes.read(table.slice(4 * e, 4), payloads).load().input_ids)
         assert np.concatenate(parts).tolist() == whole.input_ids.tolist()
         for frames in payloads._writers.values():
-            assert (frames.table[:, 4:].sum(axis=0) <= budget).all()
-            assert len(frames.held) == len(frames.table)
-            assert (frames.table[:, 1] - frames.table[:, 0]).sum() <= frames.n_rows
+            table = np.concatenate([frames.table, frames.newest])
+            assert (table[:, 4:].sum(axis=0) <= budget).all()
+            assert len(frames.held) == len(table)
+            assert (table[:, 1] - table[:, 0]).sum() <= frames.n_rows

@@ -220,7 +220,7 @@ def test_a_file_keeps_its_place_and_has_one_owner(tmp_path: Any) -> None:
     log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="e"))
     views = Views(log, tmp_path / "views.duckdb")
     assert views.catch_up() == 1
-    with pytest.raises(BookBusy, match="owned by another process"):
+    with pytest.raises(BookBusy, match="owned by this process"):
         Views(log, tmp_path / "views.duckdb")
     views.close()
     again = Views(log, tmp_path / "views.duckdb")

@@ -179,3 +179,29 @@ def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays
     assert book.rereward("n_interactions / 0", name="nothing") == 0
     with pytest.raises(BadSelection):
         book.rereward("(select 1)", name="x")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"limit": "3"}, "selection: limit = '3': Expected `int | null`, got `str`"),
+        ({"task_ids": "t1"}, "task_ids = 't1': Expected `array | null`"),
+        ({"states": ["won"]}, r"states = \['won'\].*expected open, done, failed, abandoned, lost"),
+        ({"states": "done"}, "states = 'done'"),
+        ({"rows": 3}, "rows = 3.*expected interactions, trajectories, episodes"),
+        ({"order": "best"}, "order = 'best'.*expected oldest, newest, random"),
+        ({"run_id": 7}, "run_id = 7"),
+        ({"needs_reward": "yes"}, "needs_reward = 'yes'"),
+        ({"where": 1}, "where = 1"),
+        ({"credit": {"gamma": "1"}}, "credit = "),
+        ({"max_staleness": True, "current_version": 1}, "max_staleness = True"),
+    ],
+)
+def test_a_wrong_type_is_one_sentence_that_names_the_field(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadSelection, match=said) as caught:
+        Selection(**given)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(BadSelection, match="credit: gamma = '1'"):
+        Credit(gamma="1")  # type: ignore[arg-type]
+    with pytest.raises(BadSelection, match="gamma must be a finite number, got nan"):
+        Credit(gamma=float("nan"))

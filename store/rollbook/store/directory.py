@@ -16,7 +16,6 @@ repair: they stop before the frame that a live writer is writing.
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -34,7 +33,7 @@ import anyio.to_thread
 import numpy as np
 import pyarrow as pa
 
-from . import frames, rows
+from . import frames, locks, rows
 from ._version import __version__
 from .appending import WRITER_NAME, Appending, Numbering, Request, answer
 from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
@@ -47,6 +46,9 @@ FORMAT = 1
 """Of the directory. A reader refuses a newer one by name."""
 LAKE_FORMAT = 2
 """Of a book.json that names a lake instead; see `lake`."""
+
+_OF_A_BOOK = ("book", "log", "sealed", "views", "policies")
+"""What may be in a folder before it is made a book, or where its book.json was lost."""
 
 _log = logging.getLogger("rollbook.store")
 _DRAIN_BYTES = 32 << 20
@@ -109,6 +111,13 @@ def write_manifest(path: Path, data: dict[str, Any]) -> None:
     """Give the folder `path`, created where there is none, its book.json unless it has one."""
     manifest = path / "book.json"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    strange = sorted(n for n in os.listdir(path) if not n.startswith(".") and n.partition(".")[0] not in _OF_A_BOOK)
+    if strange and not manifest.exists():
+        some = ", ".join([*strange[:3], *(["..."] if len(strange) > 3 else [])])
+        raise StoreError(
+            f"{path} is no book and has other things in it ({some}); give the path of a book, of an empty folder, or "
+            "of one that is not there yet"
+        )
     scratch = path / f".book.json.{os.getpid()}.{threading.get_ident()}"
     scratch.write_bytes(json.dumps({**data, "created_by": f"rollbook {__version__}"}).encode() + b"\n")
     with open(scratch, "rb") as file:
@@ -249,13 +258,11 @@ class DirectoryLog(Appending):
         self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fd = self._synced_fd = -1
         try:
-            try:
-                fcntl.flock(self._folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            owner = locks.take(self._folder_fd)
+            if owner is not None:
                 raise BookBusy(
-                    f"another process appends to {self.path} as {writer!r}; give this one another writer name, "
-                    "or stop the other"
-                ) from None
+                    f"{owner} appends to {self.path} as {writer!r}; give this one another name, or close that one"
+                )
             chain = self._chains[writer] = Chain(self.path, writer)
             fault = chain.refresh()  # raises where what was acknowledged is gone; nothing has been touched then
             last = chain.segments[-1] if chain.segments else None

@@ -7,13 +7,12 @@ missing and no position is given twice. Bytes that could not be read are kept be
 """
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import frames, rows
+from . import frames, locks, rows
 from .directory import check_book
 from .errors import BookBusy
 from .events import Event, EventLost
@@ -58,10 +57,9 @@ def accept_loss(path: str | os.PathLike[str]) -> list[Loss]:
 def _held(folder: Path) -> Iterator[None]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BookBusy(f"the writer {folder.name!r} is at work; stop it first") from None
+        owner = locks.take(fd)
+        if owner is not None:
+            raise BookBusy(f"the writer {folder.name!r} is at work in {owner}; stop it first")
         yield
     finally:
         os.close(fd)

@@ -47,7 +47,10 @@ def admit(event: Event) -> Row:
     """The row of an event that may enter a log. Fact and messages are read back as every reader will, so that what was
     taken can be read. Raises BadEvent."""
     row = encode(event)
-    fact = decode_fact(type(event.fact).__name__, row[6])
+    try:
+        fact = decode_fact(event.kind, row[6])
+    except BadEvent as error:
+        raise _unreadable(event, error) from error
     if event.messages is not None:
         decode_messages(event.messages)
     columns = (event.prompt_ids, event.output_ids, event.logprobs, event.versions, event.entropies)
@@ -63,6 +66,15 @@ def encode(event: Event) -> Row:
         return _encode(event)
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError, AttributeError, struct.error) as error:
         raise _unstorable(event, error) from error
+
+
+def _unreadable(event: Event, error: BadEvent) -> BadEvent:
+    """JSON has no NaN and no infinity: such a number became null, which says little to who sent it."""
+    for name in event.fact.__struct_fields__:
+        value = getattr(event.fact, name)
+        if isinstance(value, float) and not np.isfinite(value):
+            return BadEvent(f"{name} of {event.kind} must be a finite number, got {value}")
+    return BadEvent(f"{error} (NaN and infinities are null)") if "`null`" in str(error) else error
 
 
 def _unstorable(event: Event, error: Exception) -> BadEvent:

@@ -17,7 +17,8 @@ chosen or left out for one reason, the first that holds:
 `select` gives rows of the chosen ones, `discards` the others with their reasons; both are one query.
 """
 
-from typing import Any, Literal, get_args
+import math
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -33,6 +34,25 @@ State = Literal["open", "done", "failed", "abandoned", "lost"]
 FILTER_COLUMNS = frozenset(column.name for column in metadata.tables["episodes"].columns)
 
 
+def _check_types(given: msgspec.Struct, what: str) -> None:
+    """Python does not look at the types of what a struct is made of. Raises BadSelection, naming the field."""
+    for field in msgspec.structs.fields(type(given)):
+        value = getattr(given, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            names = _choices(field.type)
+            expected = f"; expected {', '.join(names)}" if names else ""
+            raise BadSelection(f"{what}: {field.name} = {value!r:.100}: {error}{expected}") from None
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words that a type allows, somewhere in it."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(word for part in get_args(kind) for word in _choices(part))
+
+
 class Credit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How rewards are spread over the rows; see `credit.py`."""
 
@@ -40,6 +60,11 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     gamma: float = 1.0
     fork: Fork = "mean"
     compacts: bool = True
+
+    def __post_init__(self) -> None:
+        _check_types(self, "credit")
+        if not math.isfinite(self.gamma):
+            raise BadSelection(f"credit: gamma must be a finite number, got {self.gamma}")
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -70,18 +95,13 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     credit: Credit | None = None  # adds the column `credit`
 
     def __post_init__(self) -> None:
+        _check_types(self, "selection")
         if self.max_staleness is not None and self.current_version is None:
             raise BadSelection("max_staleness needs current_version, the version to measure from; give both or neither")
         for name in ("max_staleness", "limit", "group_size"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise BadSelection(f"{name} must not be negative, got {value}")
-        for name, kind in (("rows", Rows), ("order", Order)):
-            if getattr(self, name) not in get_args(kind):
-                raise BadSelection(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
-        strange = [state for state in self.states if state not in get_args(State)]
-        if strange:
-            raise BadSelection(f"unknown state {strange[0]!r}; expected some of {', '.join(get_args(State))}")
         if self.where is not None:
             unknown = parse(self.where).columns - FILTER_COLUMNS
             if unknown:

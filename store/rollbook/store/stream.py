@@ -153,6 +153,8 @@ class _Owned:
 
 _FEW_ROWS = 8  # whose paths are walked in Python
 
+_FEW_FRAMES = 4096  # that are kept apart before they are joined to the others
+
 _FIRST, _STOP, _ROW, _TICK, _MEMORY, _MAPPED = range(6)
 
 
@@ -161,22 +163,28 @@ class _Frames:
 
     def __init__(self) -> None:
         # Sorted by position: first position, one past the last, row of the first in `places`, when it was last asked
-        # for, bytes of memory, bytes of a mapped file.
-        self.table = np.empty((0, 6), np.int64)
+        # for, bytes of memory, bytes of a mapped file. `newest` is the same for frames behind all of these, and is
+        # joined to them now and then: most frames that come are new ones, and `table` may be long.
+        self.newest = self.table = np.empty((0, 6), np.int64)
+        self.firsts = self.table[:, _FIRST]  # of `table`, in one piece: what is searched is copied where it is not
         self.sizes = np.zeros(2, np.int64)  # sums of the last two
         self.held: dict[int, object] = {}  # by row
         self.n_rows = 0
         self.places = np.empty((1024, 6), np.int64)
 
-    def find(self, positions: Longs) -> Longs:
-        """Which frame holds each position; -1 for none."""
-        if not len(self.table):
-            return np.full(len(positions), -1)
-        k = np.searchsorted(self.table[:, _FIRST], positions, side="right") - 1
-        return np.where((k >= 0) & (positions < self.table[k, _STOP]), k, -1)
+    def look_up(self, positions: Longs, tick: int) -> Longs:
+        """[N, 6] The frames that hold these positions, which are asked for now; -1 as row for none."""
+        found = np.full((len(positions), 6), -1, np.int64)
+        for table, firsts in ((self.table, self.firsts), (self.newest, self.newest[:, _FIRST])):
+            if len(table):
+                k = np.searchsorted(firsts, positions, side="right") - 1
+                is_here = (k >= 0) & (positions < table[k, _STOP])
+                table[k[is_here], _TICK] = tick
+                found[is_here] = table[k[is_here]]
+        return found
 
     def insert(self, frames: list[TokenPlaces], tick: int) -> None:
-        """Hold more frames; what they overlap (a segment sealed since) is let go."""
+        """Hold more frames, in the order of their positions; what they overlap (a segment sealed since) is let go."""
         counts = [len(frame.places) for frame in frames]
         begin, self.n_rows = self.n_rows, self.n_rows + sum(counts)
         while self.n_rows > len(self.places):
@@ -191,6 +199,14 @@ class _Frames:
             ],
             np.int64,
         )
+        self.sizes += added[:, _MEMORY:].sum(axis=0)
+        last = self.newest if len(self.newest) else self.table
+        if not len(last) or added[0, _FIRST] >= last[-1, _STOP]:
+            self.newest = np.concatenate([self.newest, added])
+            if len(self.newest) > _FEW_FRAMES:
+                self.join()
+            return
+        self.join()
         held = self.table
         after = np.searchsorted(held[:, _STOP], added[:, _FIRST], side="right")
         before = np.searchsorted(held[:, _FIRST], added[:, _STOP], side="left")
@@ -199,16 +215,24 @@ class _Frames:
             for a, b in zip(after.tolist(), before.tolist(), strict=True):
                 is_kept[a:b] = False
             self.drop(~is_kept)
-        self.sizes += added[:, _MEMORY:].sum(axis=0)
         table = np.concatenate([self.table, added])
-        self.table = table[np.argsort(table[:, _FIRST], kind="stable")]
+        self._keep(table[np.argsort(table[:, _FIRST], kind="stable")])
+
+    def _keep(self, table: Longs) -> None:
+        self.table, self.firsts = table, table[:, _FIRST].copy()
+
+    def join(self) -> None:
+        """Make the newest part of the others."""
+        if len(self.newest):
+            self._keep(np.concatenate([self.table, self.newest]))
+            self.newest = self.newest[:0]
 
     def drop(self, chosen: Bools) -> None:
-        """Let go of these frames."""
+        """Let go of these frames of `table`."""
         for row in self.table[chosen, _ROW].tolist():
             del self.held[row]
         self.sizes -= self.table[chosen, _MEMORY:].sum(axis=0)
-        self.table = self.table[~chosen]
+        self._keep(self.table[~chosen])
 
     def pack(self) -> None:
         """Move the rows together once there are more holes than rows."""
@@ -258,13 +282,11 @@ class Payloads:
 
     def _locate(self, writer: str, positions: Longs) -> tuple[Longs, list[object]]:
         frames = self._writers.setdefault(writer, _Frames())
-        k = frames.find(positions)
-        is_missing = k < 0
+        found = frames.look_up(positions, self._tick)
+        is_missing = found[:, _ROW] < 0
         if is_missing.any():
             frames.insert(self._fetch(writer, positions[is_missing]), self._tick)
-            k = frames.find(positions)
-        frames.table[k, _TICK] = self._tick
-        found = frames.table[k]
+            found = frames.look_up(positions, self._tick)
         rows = found[:, _ROW] + (positions - found[:, _FIRST])
         places = frames.places[rows]
         held = [frames.held[row] for row in set(found[:, _ROW].tolist())]
@@ -286,6 +308,8 @@ class Payloads:
         """Let go of what was not asked for the longest, until the rest is within budget."""
         if (sum(frames.sizes for frames in self._writers.values()) <= self._budget).all():
             return
+        for frames in self._writers.values():
+            frames.join()
         table = np.concatenate([frames.table for frames in self._writers.values()])
         sizes = table[:, _MEMORY:]
         newest_first = np.argsort(-table[:, _TICK], kind="stable")
@@ -315,11 +339,12 @@ class Nodes:
     n_output: Longs
     addresses: Longs  # [N, 4]
     is_pruned: Bools  # what it brought is gone for good
+    is_broken: Bools  # it, or what it stands on, shares tokens that no parent here has: its prompt cannot be rebuilt
     held: list[object]  # what lies at the addresses
 
     @classmethod
     def read(cls, table: pa.Table, payloads: Payloads) -> "Nodes":
-        """From rows of `interactions` (NODE_COLUMNS), which must hold every parent that shares tokens."""
+        """From rows of `interactions` (NODE_COLUMNS); what shares tokens of a parent that is not there is broken."""
         ids, parents, edges, *sizes, writers, positions = (_array(table.column(name)) for name in NODE_COLUMNS)
         parent = pc.index_in(parents, ids).fill_null(-1).to_numpy()
         edge = pc.index_in(edges, _EDGES).fill_null(-1).to_numpy()
@@ -327,9 +352,6 @@ class Nodes:
         places, held = payloads.locate(writers, positions.to_numpy())
         addresses, lengths = places[:, :4], places[:, 4:]
         names = ids.to_pylist()
-        orphans = np.flatnonzero((n_shared > 0) & (parent < 0))
-        if len(orphans):
-            raise KeyError(f"{names[orphans[0]]} shares {n_shared[orphans[0]]} tokens with a parent that was not given")
         is_pruned = (lengths == 0).all(axis=1) & (n_prompt - n_shared + n_output > 0)
         is_wrong = (lengths[:, 0] != n_prompt - n_shared) | (lengths[:, 1] != n_output)
         wrong = np.flatnonzero(is_wrong & ~is_pruned)
@@ -349,6 +371,7 @@ class Nodes:
             n_output=n_output,
             addresses=addresses,
             is_pruned=is_pruned,
+            is_broken=_broken(parent, n_shared, n_prompt + n_output),
             held=held,
         )
 
@@ -366,13 +389,26 @@ class Nodes:
         return found.to_numpy().astype(np.int64)
 
     def leaves(self) -> Longs:
-        """Where trajectories end: nodes that none extends, and none takes the place of."""
-        return np.setdiff1d(np.arange(len(self)), self.parent[self.is_continuing])
+        """Where trajectories end: nodes that none extends, and none takes the place of; those that can be rebuilt."""
+        return np.setdiff1d(np.flatnonzero(~self.is_broken), self.parent[self.is_continuing & ~self.is_broken])
+
+    def _ends(self, rows: Sequence[int] | Longs | None) -> Longs:
+        """Raises LogCorrupt for a broken one that is asked for."""
+        if rows is None:
+            return np.flatnonzero(~self.is_broken)
+        ends = np.asarray(rows, np.int64)
+        if self.is_broken[ends].any():
+            name = self.interaction_ids[int(ends[np.flatnonzero(self.is_broken[ends])[0]])]
+            raise LogCorrupt(
+                f"{name} or what it stands on shares tokens that no parent has, or whose parent is not there, so its "
+                "prompt cannot be rebuilt; leave it out (`rollbook verify` names all of these)"
+            )
+        return ends
 
     def load(self, rows: Sequence[int] | Longs | None = None, *, form: Form = "individual") -> Tokens:
-        """The rows that end at these nodes (default: all nodes), packed in this order."""
-        ends = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
-        row, node, limit, is_trained = self._paths(ends, every_output=form == "trajectory")
+        """The rows that end at these nodes (default: all but the broken), packed in this order."""
+        ends = self._ends(rows)
+        _, node, limit, is_trained = self._paths(ends, every_output=form == "trajectory")
         self._check_there(node)
         # Each node brings two runs: what its prompt adds, and its output; a branch may leave in the middle of either.
         n_shared, n_prompt = self.n_shared[node], self.n_prompt[node]
@@ -385,8 +421,6 @@ class Nodes:
         totals = self.n_prompt[ends] + self.n_output[ends]
         cu_seqlens = np.zeros(len(ends) + 1, np.int32)
         np.cumsum(totals, out=cu_seqlens[1:])
-        if lengths.sum() != totals.sum():
-            self._complain(ends, row, lengths)
         places = self.addresses[node]
         ids, mask, logprobs, versions = _pack(lengths, places[:, 0], places[:, 1:], is_trained)
         names = self.interaction_ids
@@ -437,7 +471,7 @@ class Nodes:
         self, rows: Sequence[int] | Longs | None = None, *, max_tokens: int, form: Form = "individual"
     ) -> Iterator[Tokens]:
         """`load` in pieces of at most `max_tokens` tokens, in order; a longer row comes alone."""
-        ends = np.arange(len(self)) if rows is None else np.asarray(rows, np.int64)
+        ends = self._ends(rows)
         until = np.cumsum(self.n_prompt[ends] + self.n_output[ends])
         at, done = 0, 0
         while at < len(ends):
@@ -446,11 +480,11 @@ class Nodes:
             at, done = stop, int(until[stop - 1])
 
     def trie(self, rows: Sequence[int] | Longs | None = None) -> Trie:
-        """The forest above these nodes (default: all), every token once; only the outputs of these are trained.
+        """The forest above these nodes (default: all but the broken), every token once; only their outputs are trained.
 
         Prompts that begin alike are one there, too: the prompt of a group, or of samples of one request.
         """
-        chosen = np.arange(len(self)) if rows is None else np.unique(np.asarray(rows, np.int64))
+        chosen = np.unique(self._ends(rows))
         parent, shared = self.parent.copy(), self.n_shared.copy()
         is_used = np.zeros(len(self), np.bool_)
         level = chosen
@@ -579,15 +613,23 @@ class Nodes:
             name = self.interaction_ids[int(node[np.flatnonzero(gone)[0]])]
             raise PayloadPruned(f"the tokens of {name} were pruned; its facts are in the tables, its tokens are gone")
 
-    def _complain(self, ends: Longs, row: Longs, lengths: Longs) -> None:
-        have = np.bincount(np.repeat(row, 2), weights=lengths.ravel(), minlength=len(ends)).astype(np.int64)
-        for r, end in enumerate(ends):
-            expected = self.n_prompt[end] + self.n_output[end]
-            if have[r] != expected:
-                raise LogCorrupt(
-                    f"{self.interaction_ids[end]}: its deltas give {have[r]} tokens, expected {expected}; "
-                    "run `rollbook verify`"
-                )
+
+def _broken(parent: Longs, n_shared: Longs, n_path: Longs) -> Bools:
+    """[N] Which nodes share tokens of no node that is here, more than the path of their parent has, or of a circle of
+    parents; and all that share tokens of these."""
+    is_sharing = n_shared > 0
+    is_broken: Bools = is_sharing & ((parent < 0) | (n_shared > n_path[parent]))
+    if (is_sharing & (parent >= np.arange(len(parent)))).any():  # parents come first, else look for circles
+        up = np.append(np.where(is_sharing, parent, -1), -1)
+        for _ in range(len(parent).bit_length()):
+            up = up[up]
+        is_broken |= up[:-1] >= 0  # whoever has not come to an end after so many steps
+    while is_broken.any():
+        further = is_broken | (is_sharing & is_broken[parent] & (parent >= 0))
+        if np.array_equal(further, is_broken):
+            break
+        is_broken = further
+    return is_broken
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:
@@ -635,7 +677,7 @@ def export(
     """
     if style == "tree":
         trie = nodes.trie()
-        if not len(nodes):
+        if not trie.n_tokens:
             return {}
         fields = ("input_ids", "loss_mask", "logprobs", "versions", "positions", "starts", "parents", "ends")
         arrays = {name: np.asarray(getattr(trie, name))[None] for name in fields}

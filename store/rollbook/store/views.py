@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from . import migrate
+from . import locks, migrate
 from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, TablesDamaged
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
@@ -317,14 +317,13 @@ class Views:
 
 def _own(path: Path) -> int:
     owner = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    who = locks.take(owner)
+    if who is not None:
         os.close(owner)
         raise BookBusy(
-            f"{path} is owned by another process; ask that one over /sql, or open the book without the file "
+            f"{path} is owned by {who}; ask that one, over /sql where it serves, or open the book without the file "
             "(open_book then computes the tables in memory)"
-        ) from None
+        )
     return owner
 
 
