@@ -626,7 +626,7 @@ def check(book: Path, answers: Answers, engine: str, replies: list[tuple[str, st
             before = paths[fact.parent_id][: fact.shared] if fact.parent_id else np.empty(0, np.int32)
             prompt = np.concatenate((before, event.prompt_ids))
             n = len(prompt) % VARIANTS
-            assert asked.get(xxh3_64_intdigest(",".join(map(str, prompt.tolist())))) == len(prompt), (
+            assert asked.get(xxh3_64_intdigest(",".join(map(str, prompt.tolist())).encode())) == len(prompt), (
                 "the engine was asked something else"
             )
             assert np.array_equal(event.output_ids, answers.ids[n]), "other tokens than the engine sent"

@@ -319,6 +319,29 @@ def test_an_unknown_path_and_a_wrong_method_are_the_clients_mistake(running):
         assert reply.json()["error"]["message"]
 
 
+def test_an_answer_to_head_has_no_body_and_the_next_one_is_read_right(running):
+    served, key, _ = running
+    more = head(key, 2, "/rl/set_reward") + b"{}"
+    for path in ("/v1/chat/completions", "/rl/start_session", "/health"):
+        answer = speak(served, f"HEAD {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode(), more, pause=0.1)
+        assert answer.count(b"HTTP/1.1 ") == 2
+        assert answer.partition(b"\r\n\r\n")[2].startswith(b"HTTP/1.1 400 ")
+
+
+def test_no_page_of_another_origin_may_read_an_answer(running):
+    _, key, http = running
+    asked = {"origin": "http://evil.example", "access-control-request-method": "POST"}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for reply in (
+        http.options("/v1/chat/completions", headers=asked),
+        http.options("/rl/start_session", headers=asked),
+        http.post("/v1/chat/completions", json=body, headers={**asked, "x-api-key": key}),
+        http.get("/health", headers=asked),
+    ):
+        assert reply.status_code < 500
+        assert not [name for name in reply.headers if name.startswith("access-control-")]
+
+
 def test_sessions_see_nothing_of_each_other(running):
     served, key, http = running
     own = http.post("/v1/responses", json={"input": "secret-of-one"}, headers={"x-api-key": key}).json()["id"]

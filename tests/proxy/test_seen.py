@@ -4,11 +4,14 @@ import hashlib
 import json
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy_serving import said, serving
+from rollbook.proxy import seen as seen_module
 from rollbook.proxy.config import GenerationHyperparameters
 from rollbook.proxy.dialects import Context
 from rollbook.proxy.dialects.chat import Chat
@@ -27,7 +30,9 @@ def read(body: bytes, seen: Seen | None = None) -> Request | str:
     except BadRequest as error:
         return f"{error.message} {error.param}"
     if seen is not None:
-        assert seen.keep(body, known, request.messages) == hashlib.sha256(body).hexdigest()
+        was_read = seen_module.read(body, known, request.messages)
+        assert was_read.sha256 == hashlib.sha256(body).hexdigest()
+        seen.keep(was_read)
     return request
 
 
@@ -119,3 +124,16 @@ def test_agents_that_take_turns_are_all_known():
             body = msgspec.json.encode({"messages": messages})
             assert (seen.recall(body) is not None) == (turn > 0)
             assert read(body, seen) == read(body)
+
+
+@pytest.mark.anyio
+async def test_of_a_request_that_was_not_answered_nothing_is_kept():
+    async with serving(lambda _: said("ok"), max_context=600) as served:
+        started = await served.client.start_session("t")
+        headers = {"authorization": f"Bearer {started.api_key}"}
+        seen = served.service.sessions.find(started.api_key).episode.seen
+        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+            for text, status, n in (("x" * 2_000, 400, 0), ("hi", 200, 1)):
+                body = {"messages": [{"role": "user", "content": text}]}
+                reply = await http.post("/v1/chat/completions", json=body, headers=headers)
+                assert (reply.status_code, len(seen._known)) == (status, n)

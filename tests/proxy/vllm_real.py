@@ -17,10 +17,12 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import anyio
 import anyio.from_thread
 import msgspec
 import numpy as np
+import openai
 import psutil
 import pytest
 import torch
@@ -30,10 +32,15 @@ from transformers import AutoModelForCausalLM
 from proxy.engine_contract import EngineContract, Limits, collect, generation, ids_of, logprobs_of, until_idle
 from proxy.models import adapted, tiny_adapter
 from rollbook.app.models import prepare_model
+from rollbook.proxy.client import ProxyClient
+from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Call, Engine, Form, Generation, Sampled
 from rollbook.proxy.errors import BadRequest
+from rollbook.proxy.server import Service, serve
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.proxy.vllm import VLLMEngine
+from rollbook.store import InteractionRecorded, MemoryLog
+from rollbook.store.events import from_batch
 
 ARGS = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager", "--max-num-seqs", "64")
 ARGS += ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
@@ -289,6 +296,55 @@ async def test_a_killed_server_is_started_again_and_answers_go_on(folder: Path, 
         assert group is not None
         processes = psutil.Process(group.pid).children(recursive=True)
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.mark.anyio
+async def test_sdks_through_the_proxy_leave_an_exact_book(engine: VLLMEngine, folder: Path, url: str) -> None:
+    log = MemoryLog(writer="w")
+    service = Service(
+        log=log,
+        engine=VLLMEngine(folder, url=url),
+        tokenizer=Tokenizer.load(folder),
+        config=ServeConfig(admin_key="admin-key-of-the-tests"),
+    )
+    async with serve(service) as address, ProxyClient(address, service.admin_key) as client:
+        told: list[Any] = [{"role": "system", "content": "Answer briefly."}]
+        key = (await client.start_session("chat")).api_key
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0) as sdk:
+            for n, question in enumerate(("What is a cat?", "And a dog?", "Which is louder?")):
+                told.append({"role": "user", "content": question})
+                asked = {"model": "m", "messages": told, "max_tokens": 24}
+                if n % 2:
+                    chunks = [chunk async for chunk in await sdk.chat.completions.create(**asked, stream=True)]
+                    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+                else:
+                    text = (await sdk.chat.completions.create(**asked)).choices[0].message.content or ""
+                told.append({"role": "assistant", "content": text})
+        said: list[Any] = []
+        key = (await client.start_session("messages")).api_key
+        async with anthropic.AsyncAnthropic(base_url=address, api_key=key, max_retries=0) as other_sdk:
+            for question in ("What is a cat?", "And a dog?"):
+                said.append({"role": "user", "content": question})
+                reply = await other_sdk.messages.create(
+                    model="m", messages=said, max_tokens=24, extra_body={"temperature": 0.7}
+                )
+                said.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    paths: dict[str, list[int]] = {}
+    edges: list[str | None] = []
+    for event in (event for batch in log.read() for event in from_batch(batch)):
+        fact = event.fact
+        if not isinstance(fact, InteractionRecorded):
+            continue
+        before = paths[fact.parent_id][: fact.shared] if fact.parent_id else []
+        assert fact.edge is None or fact.shared == len(paths[fact.parent_id or ""])
+        prompt, output = [*before, *event.prompt_ids.tolist()], event.output_ids.tolist()
+        expected = dense_logprobs(model, prompt, output, fact.sampling["temperature"])
+        assert np.allclose(event.logprobs, expected, atol=2e-3)
+        assert fact.logprobs_mode == "processed"
+        paths[event.interaction_id or ""] = prompt + output
+        edges.append(fact.edge)
+    assert edges == [None, "extends", "extends", None, "extends"]
 
 
 _PARSERS = """

@@ -90,6 +90,8 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         if cycle.scope is not scope or cycle.response_started or cycle.disconnected or self.flow.write_paused:
             return False
+        if scope["method"] == "HEAD":  # has no body
+            return False
         head = [STATUS_LINE[status], b"content-length: %d\r\n" % len(body)]
         for header in headers:
             if header[0] == b"connection":

@@ -77,27 +77,43 @@ class Seen:
         # Another list of messages may come later in the body, and would be the one that counts.
         return Rest(text, place[1], known) if place is not None and place[0] == len(known.head) - 1 else None
 
-    def keep(self, body: bytes, rest: Rest | None, messages: list[Message]) -> str:
-        """Remember a body that was read, all of its messages; rest: what `recall` said. Returns its sha256, hex."""
-        if rest is not None:
-            sha, done, head = rest.known.sha.copy(), rest.known.end, rest.known.head
-            end = len(body) - len(rest.text) + len(head) + rest.listed - 2
-            self._known.remove(rest.known)
-        else:
-            sha, done = hashlib.sha256(), 0
-            place = _place(body) if len(body) >= _LEAST else None
-            if place is None:
-                sha.update(body)
-                return str(sha.hexdigest())
-            head = body[: place[0] + 1]
-            end = place[0] + place[1] - 1
-        view = memoryview(body)
-        sha.update(view[done:end])
-        mark = body[max(0, end - 64) : end]
-        self._known.insert(0, _Known(end, mark, xxh3_128_digest(view[:end]), head, messages, sha.copy()))
-        del self._known[_KEPT:]
-        sha.update(view[end:])
-        return str(sha.hexdigest())
+    def keep(self, read: "Read") -> None:
+        """Remember a body whose request was answered. One that was not may be anything, and of any size."""
+        if read.known is not None:
+            self._known = [known for known in self._known if known is not read.known]
+        if read.now is not None:
+            self._known.insert(0, read.now)
+            del self._known[_KEPT:]
+
+
+class Read(msgspec.Struct, frozen=True, gc=False):
+    """A body that was read. sha256: hex."""
+
+    sha256: str
+    now: _Known | None
+    known: _Known | None
+
+
+def read(body: bytes, rest: Rest | None, messages: list[Message]) -> Read:
+    """What is to be remembered of a body and all of its messages; rest: what `recall` said."""
+    known = None
+    if rest is not None:
+        known = rest.known
+        sha, done, head = known.sha.copy(), known.end, known.head
+        end = len(body) - len(rest.text) + len(head) + rest.listed - 2
+    else:
+        sha, done = hashlib.sha256(), 0
+        place = _place(body) if len(body) >= _LEAST else None
+        if place is None:
+            sha.update(body)
+            return Read(sha.hexdigest(), None, None)
+        head = body[: place[0] + 1]
+        end = place[0] + place[1] - 1
+    view = memoryview(body)
+    sha.update(view[done:end])
+    now = _Known(end, body[max(0, end - 64) : end], xxh3_128_digest(view[:end]), head, messages, sha.copy())
+    sha.update(view[end:])
+    return Read(sha.hexdigest(), now, known)
 
 
 def _place(text: bytes) -> tuple[int, int] | None:

@@ -64,6 +64,7 @@ from .parsing import Vocabulary
 from .permits import Permits
 from .reading import HANDLERS as READING
 from .request import Piece
+from .seen import read
 from .sessions import Session, Sessions
 from .spans import Spans
 from .tokenizer import Tokenizer
@@ -249,9 +250,10 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         seen = session.episode.seen if session.episode is not None and dialect.reads_on else None
         known = None if seen is None else seen.recall(body)
         asked = dialect.parse(body, Context(defaults=config.gconfig, headers=headers, known=known))
+        was_read = None if seen is None else read(body, known, asked.messages)
         request = msgspec.structs.replace(
             asked,
-            body_sha256=hashlib.sha256(body).hexdigest() if seen is None else seen.keep(body, known, asked.messages),
+            body_sha256=hashlib.sha256(body).hexdigest() if was_read is None else was_read.sha256,
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
             is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
             role=headers.get(b"x-rollbook-role", b"").decode("latin-1") or asked.role,
@@ -259,6 +261,8 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         client = service.calls.begin(session, request)
         await _serve_call(client, dialect, scope, receive, send, config)
         status, wrong = (499 if client.has_left else 200), client.call.error
+        if seen is not None and was_read is not None and client.is_served:
+            seen.keep(was_read)
     except ClientGone:
         status = 499
     except ProxyError as error:
