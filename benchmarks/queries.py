@@ -49,8 +49,11 @@ def row(name: str, wall: float, cpu: float, target: str, got: str = "") -> None:
 # ---------------------------------------------------------------- replay
 
 
-def history(n_episodes: int, n_turns: int) -> Iterator[list[Event]]:
-    """Episodes of `n_turns` chained calls with 11 KB payloads: opened, calls, reward, closed."""
+def history(n_episodes: int, n_turns: int, *, uses_tools: bool = False) -> Iterator[list[Event]]:
+    """Episodes of `n_turns` chained calls with 11 KB payloads: opened, calls, reward, closed.
+
+    uses_tools: each answer is a tool call, and each request but the first a result.
+    """
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 32_000, 1000, dtype=np.int32)
     logprobs = rng.normal(-1, 0.5, 300).astype(np.float32)
@@ -62,6 +65,13 @@ def history(n_episodes: int, n_turns: int) -> Iterator[list[Event]]:
             Event(run_id="run", episode_id=episode, fact=EpisodeOpened(task_id=f"t{e // 8}", group_id=f"g{e // 8}"))
         ]
         for turn in range(n_turns):
+            if uses_tools:
+                back = b'"tool","tool_call_id":"call_%x_%x"' % (e, turn - 1) if turn else b'"user"'
+                asks = b'{"id":"call_%x_%x","type":"function","function":{"name":"run","arguments":"{}"}}' % (e, turn)
+                said = (
+                    b'{"request":[{"role":' + back + b',"content":"' + b"x" * 5000 + b'"}],'
+                    b'"reply":{"role":"assistant","content":"","tool_calls":[' + asks + b"]}}"
+                )
             fact = InteractionRecorded(
                 parent_id=f"chatcmpl-{e:024x}{turn - 1:04x}" if turn else None,
                 edge="extends" if turn else None,
@@ -93,11 +103,11 @@ class Recorded(MemoryLog):
         self._book["w"] = batches
 
 
-def replay(n_events: int) -> None:
+def replay(n_events: int, *, uses_tools: bool = False) -> None:
     waiting: list[Event] = []
     batches: list[pa.RecordBatch] = []
     done = 0
-    for events in history(n_events // 11, 8):
+    for events in history(n_events // 11, 8, uses_tools=uses_tools):
         waiting += events
         if len(waiting) >= 512:
             batches.append(to_batch(waiting, writer="w", first_position=done))
@@ -105,7 +115,13 @@ def replay(n_events: int) -> None:
             waiting = []
     log = Recorded(batches)
     wall, cpu = timed(lambda: Book(log).close(), times=2)
-    row(f"replay {done:,} events to the tables", wall, cpu, ">= 100,000 events/s", f"{done / wall:,.0f}/s")
+    row(
+        f"replay {done:,} events{', with tools,' * uses_tools} to the tables",
+        wall,
+        cpu,
+        ">= 100,000 events/s",
+        f"{done / wall:,.0f}/s",
+    )
 
 
 # ---------------------------------------------------------------- the rest
@@ -262,10 +278,19 @@ def canned(rows: int) -> None:
           -random() as mean_logprob, random() as mean_entropy, now() as scored_at, uuid() as event_id from batch_rows
     """,
     )
+    fill(
+        book,
+        """
+        insert into tool_calls by name select run_id, episode_id, interaction_id, 0 as call,
+          'tool' || (node % 12) as tool, node % 50 <> 0 as is_json,
+          case when node % 8 < 7 then node % 9 = 0 end as is_error, recorded_at as called_at,
+          (hash(node) >> 1)::bigint as key
+        from interactions
+    """,
+    )
     for name in CANNED:
-        if name != "tool_errors":  # reads the messages of every call from the log
-            wall, cpu = timed(lambda name=name: book.canned(name))  # type: ignore[misc]
-            row(f"canned view {name}", wall, cpu, "<= 300 ms", f"{book.canned(name).num_rows} rows")
+        wall, cpu = timed(lambda name=name: book.canned(name))  # type: ignore[misc]
+        row(f"canned view {name}", wall, cpu, "<= 300 ms", f"{book.canned(name).num_rows} rows")
     book.close()
 
 
@@ -287,6 +312,7 @@ def main() -> None:
     calibrate(options.rows)
     for name, run in (
         ("replay", lambda: replay(options.events)),
+        ("replay", lambda: replay(options.events, uses_tools=True)),
         ("credit", lambda: credit(options.rows)),
         ("selection", lambda: selection(options.rows)),
         ("canned", lambda: canned(options.rows)),

@@ -6,7 +6,7 @@ from duckdb_sqlalchemy import Dialect
 
 from rollbook.store.book import MAX_TOKENS
 from rollbook.store.canned import CANNED
-from rollbook.store.relations import TOKENS, TOOL_CALLS
+from rollbook.store.relations import TOKENS
 from rollbook.store.schema import VIEWS, metadata
 
 HEAD = """\
@@ -65,17 +65,13 @@ def page() -> str:
     for view in VIEWS:
         columns = {name: (kinds.get(name, ""), help) for name, help in view.columns.items()}
         parts.append(f"### {view.name}\n{view.help}\n\n{_table(columns)}\n")
-    parts.append("## Read from the log when asked for\n")
     parts.append(
-        "`book.sql` and `rollbook sql` read these when a SELECT names them: `from tokens limit 5`. Every such query\n"
-        f"reads the log, and `tokens` may have {MAX_TOKENS:,} rows at most. `POST /sql` does not have them. In Python\n"
-        "both are Arrow tables, and of `tokens` one may ask for some interactions only.\n"
+        "## Read from the log when asked for\n\n### tokens\n"
+        "`book.sql` and `rollbook sql` have one row per token where a SELECT names it: `from tokens limit 5`. Every\n"
+        f"such query reads the log, and there may be {MAX_TOKENS:,} rows at most; in Python\n"
+        "`book.tokens(interaction_ids)` is an Arrow table of some of them. `POST /sql` does not have it.\n\n"
+        f"{_table({name: ('', help) for name, help in TOKENS.items()})}\n"
     )
-    for name, help, columns in (
-        ("tokens", "`book.tokens(interaction_ids=None)`: one row per token.", TOKENS),
-        ("tool_calls", "`book.tool_calls()`: one row per tool call that a model made.", TOOL_CALLS),
-    ):
-        parts.append(f"### {name}\n{help}\n\n{_table({n: ('', h) for n, h in columns.items()})}\n")
     parts.append(REWARDS)
     parts.append('## Canned views\n\n`book.canned("task_curve", run="run-1")`; each takes `run`, and None means all.\n')
     rows = [

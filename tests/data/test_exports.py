@@ -148,6 +148,8 @@ def test_parquet_has_every_table_and_the_tokens(shown_book: Path, tmp_path: Path
             "batch_rows",
             "scored",
             "failures",
+            "tool_calls",
+            "tool_results",
         ]:
             assert pq.read_table(tmp_path / "tables" / f"{name}.parquet").num_rows == book.sql(f"from {name}").num_rows
         n_calls = book.sql("from interactions").num_rows

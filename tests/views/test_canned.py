@@ -25,8 +25,8 @@ from rollbook.store import (
 from rollbook.store.book import Book
 from rollbook.store.canned import CANNED
 from rollbook.store.events import encode_messages
-from rollbook.store.relations import is_tool_error
 from rollbook.store.sql import run_query
+from rollbook.store.tools import is_tool_error
 from views_books import event, interaction
 
 SECOND = 1_000_000
@@ -209,13 +209,11 @@ def test_a_tools_answer_is_read_as_an_error_where_it_says_so(content: Any, expec
     assert is_tool_error({"role": "tool", "content": content}) is expected
 
 
-def test_tokens_and_tool_calls_are_tables_by_their_names(book: Book) -> None:
+def test_tokens_are_a_table_by_their_name(book: Book) -> None:
     assert book.sql("from tokens limit 5").num_rows == 5
     assert book.sql("select count(*) as n from Tokens join interactions using (interaction_id)").to_pylist() == [
         {"n": book.tokens().num_rows}
     ]
-    calls = book.sql("from (select tool from tool_calls)")
-    assert calls["tool"].to_pylist() == book.tool_calls()["tool"].to_pylist()
     assert book.sql("with tokens as (select 1 as one) from tokens").to_pylist() == [{"one": 1}]
     assert book.sql("select n_output as tokens from interactions limit 1").num_rows == 1
     few = book.tokens(["a1.3"])

@@ -53,6 +53,26 @@ def test_tables_that_migrations_made_are_filled_like_any_other(tmp_path: Path) -
     views.close()
 
 
+def test_what_only_the_log_can_tell_is_computed_again(tmp_path: Path) -> None:
+    path = tmp_path / "views.duckdb"
+    Views(log(), path).close()
+    said = b'{"request":[],"reply":{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"run"}}]}}'
+    with_tools = log()
+    with_tools.append_blocking(interaction("asks", messages=said))
+    views = Views(with_tools, path)
+    views.catch_up()
+    views.close()
+    with duckdb.connect(str(path)) as con:  # as the version before had it
+        con.execute("drop table tool_calls")
+        con.execute("drop table tool_results")
+        con.execute("update alembic_version set version_num = '0002'")
+    with Book(with_tools, Views(with_tools, path)) as book:
+        assert book.sql("select interaction_id, tool from tool_calls").to_pylist() == [
+            {"interaction_id": "asks", "tool": "run"}
+        ]
+        assert book.sql("select n_interactions from episodes").to_pylist() == [{"n_interactions": 2}]
+
+
 @pytest.mark.parametrize("revision", ["9999", "unknown"])
 def test_tables_of_an_unknown_revision_are_computed_again(
     tmp_path: Path, revision: str, caplog: pytest.LogCaptureFixture

@@ -21,12 +21,14 @@ from rollbook.store import (
     Event,
     InteractionFailed,
     MemoryLog,
+    Messages,
     PolicyPublished,
     RewardGiven,
     RunStarted,
     TokensScored,
 )
 from rollbook.store.book import Book
+from rollbook.store.events import encode_messages
 from rollbook.store.schema import metadata
 from rollbook.store.views import Views
 from views_books import event, interaction
@@ -46,6 +48,23 @@ KINDS = [
     "policy",
     "fail",
 ]
+
+
+@st.composite
+def messages(draw: Any) -> bytes | None:
+    """Of an interaction, with tool calls and results whose ids clash."""
+    ids = st.sampled_from(["c0", "c1"])
+    said = st.sampled_from(["fine", "Error: no", '{"error": "no"}'])
+    results = draw(st.lists(st.tuples(ids, said), max_size=2))
+    calls = draw(st.lists(ids, max_size=2))
+    if not results and not calls and draw(st.booleans()):
+        return None
+    return encode_messages(
+        Messages(
+            request=[{"role": "tool", "tool_call_id": name, "content": text} for name, text in results],
+            reply={"role": "assistant", "tool_calls": [{"id": n, "function": {"name": n}} for n in calls]},
+        )
+    )
 
 
 @st.composite
@@ -89,7 +108,7 @@ def events(draw: Any) -> Event:
             n_output = draw(st.integers(0, 4))
             return interaction(
                 name, episode, parent=parent, edge=edge, n_output=n_output, version=draw(st.integers(0, 3)),
-                logprob=-0.25 * n_output, is_trainable=draw(st.booleans()), **common,
+                logprob=-0.25 * n_output, is_trainable=draw(st.booleans()), messages=draw(messages()), **common,
             )  # fmt: skip
         case "reward":
             target = draw(st.sampled_from([None, name]))
@@ -203,6 +222,37 @@ def test_an_episode_has_its_own_reward_or_the_sum_of_its_interactions_or_none() 
     )
     rows = Book(log).sql("select episode_id, reward from episodes order by 1").to_pylist()
     assert [row["reward"] for row in rows] == [None, 5.0, 1.25]
+
+
+def test_a_result_answers_the_latest_call_of_its_id_and_the_first_result_counts() -> None:
+    def said(calls: list[str], results: dict[str, str]) -> bytes:
+        return encode_messages(
+            Messages(
+                request=[{"role": "tool", "tool_call_id": i, "content": text} for i, text in results.items()],
+                reply={"role": "assistant", "tool_calls": [{"id": i, "function": {"name": "run"}} for i in calls]},
+            )
+        )
+
+    history = [
+        interaction("i0", at=0, messages=said(["a", "b"], {})),
+        interaction("i1", at=1, parent="i0", edge="extends", messages=said(["a"], {"a": "fine", "b": "Error: no"})),
+        interaction("branch", at=2, parent="i0", edge="extends", messages=said([], {"b": "fine", "never asked": "x"})),
+        interaction("i2", at=3, parent="i1", edge="extends", messages=said(["a"], {"a": "Error: no"})),
+        interaction("other", "f", at=4, messages=said([], {"a": "fine"})),
+    ]
+    for order in (history, history[::-1]):
+        log = MemoryLog()
+        with Book(log) as book:
+            for one in order:
+                log.append_blocking(one)
+                book.catch_up()
+            found = book.sql("select interaction_id, call, is_error from tool_calls order by 1, 2").to_pydict()
+            assert found == {
+                "interaction_id": ["i0", "i0", "i1", "i2"],
+                "call": [0, 1, 0, 0],
+                "is_error": [False, True, True, None],
+            }
+            assert book.sql("select count(*) as n from tool_results").to_pylist() == [{"n": 6}]
 
 
 def test_a_long_conversation_is_placed_without_recursion() -> None:

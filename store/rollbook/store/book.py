@@ -24,7 +24,7 @@ from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
 from .events import Event, RewardGiven
 from .log import Log
-from .relations import named_relations, read_tokens, read_tool_calls
+from .relations import names_tokens, read_tokens
 from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
@@ -67,14 +67,11 @@ class Book:
     def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None, **tables: pa.Table) -> pa.Table:
         """Run one trusted query on the views; `tables` are there under their names. `sql.py` is for untrusted ones.
 
-        A SELECT that names `tokens` or `tool_calls` gets them from the log, whole. Raises BadSelection where `tokens`
-        would be more than MAX_TOKENS rows, QueryRefused for what would write: the tables say what the log says.
+        A SELECT that names `tokens` gets them from the log, whole. Raises BadSelection where that would be more than
+        MAX_TOKENS rows, QueryRefused for what would write: the tables say what the log says.
         """
-        named = named_relations(query) - tables.keys()
-        if "tokens" in named:
+        if "tokens" not in tables and names_tokens(query):
             tables = {**tables, "tokens": self.all_tokens()}
-        if "tool_calls" in named:
-            tables = {**tables, "tool_calls": self.tool_calls()}
         with self.views.cursor() as cursor:
             for name, table in tables.items():
                 cursor.register(name, table)
@@ -189,10 +186,6 @@ class Book:
                 "Python: book.sql(query, tokens=book.tokens(interaction_ids))"
             )
         return self.tokens()
-
-    def tool_calls(self) -> pa.Table:
-        """One row per tool call that a model made, columns in `relations.TOOL_CALLS`. Reads the log."""
-        return read_tool_calls(self.log)
 
     def scores(self, scorer: str, interaction_ids: Sequence[str] | None = None) -> pa.Table:
         """What somebody's weights thought of answers: interaction_id, version, logprobs and entropies of the output.

@@ -1,8 +1,7 @@
 """Questions that every run is asked, each with its SQL and one line of help.
 
 `book.canned("task_curve", run="run-1")`. A parameter that is left out has its default; `run` None means all runs.
-`$name` in the SQL is the parameter of that name. Two relations are computed from the log when a query of `book.sql`
-names them: `tokens` (one row per token) and `tool_calls` (one row per tool call a model made).
+`$name` in the SQL is the parameter of that name.
 """
 
 import re

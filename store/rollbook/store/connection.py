@@ -22,7 +22,7 @@ import pyarrow as pa
 from .book import Book, open_book
 from .errors import BookNotFound, PackageMissing
 from .http import HttpLog
-from .relations import named_relations
+from .relations import names_tokens
 from .selection import Selection
 from .stream import Form
 
@@ -98,9 +98,8 @@ class Connection:
         answered from the book as it was at the latest call. Raises duckdb.Error; whatever would write is refused.
         """
         self.book.catch_up()
-        named = named_relations(query) - tables.keys()
-        for name in named:
-            tables[name] = self.book.all_tokens() if name == "tokens" else self.book.tool_calls()
+        if "tokens" not in tables and names_tokens(query):
+            tables["tokens"] = self.book.all_tokens()
         self._leave()
         for name, table in tables.items():
             self._cursor.register(name, table)

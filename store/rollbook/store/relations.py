@@ -1,14 +1,11 @@
-"""Relations too big to keep: read from the log when somebody asks.
+"""A relation too big to keep, read from the log when somebody asks.
 
 `tokens`: one row per token, where an interaction brought it (a prompt's shared beginning belongs to its parent).
-`tool_calls`: one row per tool call that a model made, with what came back.
 """
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
@@ -25,24 +22,14 @@ TOKENS = {
     "entropy": "entropy where it was sampled, if somebody computed it",
 }
 
-TOOL_CALLS = {
-    "run_id": "the run",
-    "episode_id": "the episode",
-    "interaction_id": "the model call that asked for the tool",
-    "call": "its place among the calls of that answer",
-    "tool": "the tool's name",
-    "is_json": "its arguments are a JSON object",
-    "is_error": "what came back reports an error; NULL while nothing has come back",
-}
-
 _BATCH = 4096
-_NAMED = re.compile(r"\b(tokens|tool_calls)\b", re.IGNORECASE)
+_NAMED = re.compile(r"\btokens\b", re.IGNORECASE)
 
 
-def named_relations(query: str) -> set[str]:
-    """Which of `tokens` and `tool_calls` a SELECT reads. A name that the query itself defines is its own."""
+def names_tokens(query: str) -> bool:
+    """Whether a SELECT reads `tokens`. A name that the query itself defines is its own."""
     if not _NAMED.search(query):
-        return set()
+        return False
     read: set[str] = set()
     own: set[str] = set()
     parts: list[Any] = [serialize(query)]
@@ -57,7 +44,7 @@ def named_relations(query: str) -> set[str]:
             if isinstance(ctes, dict):
                 own.update(str(entry["key"]).lower() for entry in ctes.get("map", []))
             parts += part.values()
-    return (read - own) & {"tokens", "tool_calls"}
+    return "tokens" in read - own
 
 
 def read_tokens(log: Log, table: pa.Table) -> pa.Table:
@@ -99,71 +86,3 @@ def _behind(n_missing: int, values: np.ndarray[Any, Any], n: int, kind: pa.DataT
     """Values after so many NULLs; all NULL where there are none."""
     known = pa.array(values, kind) if len(values) == n else pa.nulls(n, kind)
     return pa.concat_arrays([pa.nulls(n_missing, kind), known])
-
-
-class _Call(msgspec.Struct):
-    run_id: str
-    episode_id: str
-    interaction_id: str
-    call: int
-    tool: str
-    is_json: bool
-    is_error: bool | None = None
-
-
-def read_tool_calls(log: Log) -> pa.Table:
-    """Every tool call in the log, in the order of recording within each writer."""
-    calls: list[_Call] = []
-    waiting: dict[tuple[str, str], list[_Call]] = {}  # (episode, call id) -> calls without a result
-    for batch in log.read():
-        has_tools = pa.compute.match_substring(batch.column("messages"), '"tool').fill_null(False)
-        for row in batch.select(["run_id", "episode_id", "interaction_id", "messages"]).filter(has_tools).to_pylist():
-            said = msgspec.json.decode(row["messages"])
-            episode = row["episode_id"] or ""
-            for message in said.get("request", ()):
-                if message.get("role") == "tool":
-                    found = waiting.get((episode, str(message.get("tool_call_id"))))
-                    if found:
-                        found.pop(0).is_error = is_tool_error(message)
-            for n, asked in enumerate(said.get("reply", {}).get("tool_calls") or ()):
-                function = asked.get("function") or {}
-                call = _Call(
-                    row["run_id"], episode, row["interaction_id"], n, str(function.get("name")), _is_json(function)
-                )
-                calls.append(call)
-                waiting.setdefault((episode, str(asked.get("id"))), []).append(call)
-    kinds = (pa.string(), pa.string(), pa.string(), pa.int32(), pa.string(), pa.bool_(), pa.bool_())
-    return pa.table(
-        {name: pa.array([getattr(c, name) for c in calls], kind) for name, kind in zip(TOOL_CALLS, kinds, strict=True)}
-    )
-
-
-def _is_json(function: dict[str, Any]) -> bool:
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, dict):
-        return True
-    try:
-        return isinstance(msgspec.json.decode(arguments), dict)
-    except (msgspec.DecodeError, TypeError):
-        return False
-
-
-def is_tool_error(message: dict[str, Any]) -> bool:
-    """Whether a tool's answer reports an error: by flag, as a JSON object with an error, or as text that says so."""
-    if message.get("is_error"):
-        return True
-    text = " ".join(_texts(message.get("content"))).strip()
-    try:
-        said = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text.lower().startswith(("error", "traceback", "exception"))
-    return isinstance(said, dict) and bool(said.get("error") or said.get("is_error") or said.get("isError"))
-
-
-def _texts(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
-        for part in content:
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                yield part["text"]

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from duckdb_sqlalchemy import Dialect
 from sqlalchemy.schema import CreateTable
 
-PROJECTION = "0002"
+PROJECTION = "0003"
 """The revision of these tables; the newest file in `migrations/versions`."""
 
 metadata = sa.MetaData()
@@ -252,6 +252,34 @@ failures = sa.Table(
     _time("failed_at", "when"),
     _event("event_id", "of InteractionFailed"),
     comment="One row per model call that got no usable answer.",
+)
+
+tool_calls = sa.Table(
+    "tool_calls",
+    metadata,
+    _text("run_id", "the run"),
+    _text("episode_id", "the episode"),
+    _text("interaction_id", "the model call that asked for the tool"),
+    _int("call", "its place among the calls of that answer"),
+    _text("tool", "the tool's name"),
+    _flag("is_json", "its arguments are a JSON object"),
+    _flag("is_error", "what came back reports an error; NULL while nothing has come back"),
+    _time("called_at", "when the answer that asked was recorded"),
+    _long("key", "a number for the call's id within its episode; the same in `tool_results`"),
+    comment="One row per tool call that a model made. Read from messages: a rebuild has none of what was pruned.",
+)
+
+tool_results = sa.Table(
+    "tool_results",
+    metadata,
+    _text("run_id", "the run"),
+    _text("episode_id", "the episode"),
+    _text("interaction_id", "the model call whose request brought it"),
+    _int("place", "its place among the new messages of that request"),
+    _flag("is_error", "it reports an error"),
+    _time("answered_at", "when that model call was recorded"),
+    _long("key", "a number for the call's id within its episode; the same in `tool_calls`"),
+    comment="One row per result that an agent sent back; branches may send one again.",
 )
 
 

@@ -22,8 +22,8 @@ from .sandbox import GRACE_S, Died, read_answer
 from .schema import VIEWS, metadata
 from .views import Views
 
-ON_DEMAND = frozenset({"tokens", "tool_calls"})
-"""Tables of `relations.py`: they may be as large as the log."""
+ON_DEMAND = frozenset({"tokens"})
+"""Of `relations.py`: it may be as large as the log."""
 
 TABLES = frozenset(metadata.tables) | {view.name for view in VIEWS}
 

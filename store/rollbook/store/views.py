@@ -37,6 +37,7 @@ from .payloads import facts_query
 from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, place
 from .sandbox import Guest, Sandbox
 from .schema import PROJECTION, create_statements, metadata, view_statements
+from .tools import ANSWERS, MARK, read_tools
 from .upcasts import upcast
 
 CHUNK_EVENTS = 65_536
@@ -448,6 +449,7 @@ class _Projection:
     def apply(self, chunk: list[pa.RecordBatch]) -> None:
         fresh = self._fresh(pa.Table.from_batches([batch.select(NARROW) for batch in chunk]).combine_chunks())
         kinds = pc.dictionary_encode(fresh["kind"]).combine_chunks()
+        self._chunk = chunk
         names = kinds.dictionary.to_pylist()
         codes = kinds.indices.to_numpy()
         at = {name: np.flatnonzero(codes == code) for code, name in enumerate(names)}
@@ -657,6 +659,7 @@ class _Projection:
             new = new.append_column(name, column)
         with self._staged(_new=new):
             self._con.execute(f"insert into interactions by name select {_INTERACTION_COLUMNS} from _new")
+        self._tools(rows, replaced)
         if moved.num_rows:
             again = pa.table({"id": moved["interaction_id"], **{c: a.slice(n) for c, a in placed.items()}})
             with self._staged(_moved=again):
@@ -682,6 +685,72 @@ class _Projection:
                     ) k where i.interaction_id = k.id returning i.episode_id
                 """).fetchall()
             self._touched.update(episode_id for (episode_id,) in flagged)
+
+    def _tools(self, rows: pa.Table, replaced: list[str]) -> None:
+        """Tool calls and results of interactions that are new, and of those that they replace no more."""
+        touched: set[int] = set()
+        if replaced:
+            with self._staged(_gone=pa.table({"id": replaced})):
+                for name in ("tool_calls", "tool_results"):
+                    gone = f"delete from {name} where interaction_id in (select id from _gone) returning key"
+                    touched.update(key for (key,) in self._con.execute(gone).fetchall())
+        rows = rows.select(["row", "run_id", "episode_id", "interaction_id", "recorded_at"])
+        rows = rows.filter(pc.is_in(rows["row"], self._speak_of_tools()))
+        said = zip(range(rows.num_rows), rows["episode_id"].to_pylist(), self._messages(rows["row"]), strict=True)
+        calls, results = (
+            pa.table(
+                {
+                    **{name: rows[name].take(found["row"]) for name in rows.column_names if name != "row"},
+                    **{name: found[name] for name in found.column_names if name != "row"},
+                }
+            )
+            for found in read_tools(said)
+        )
+        touched.update(calls["key"].to_pylist(), results["key"].to_pylist())
+        if not touched:
+            return
+        calls = calls.rename_columns({"recorded_at": "called_at"})
+        results = results.rename_columns({"recorded_at": "answered_at"})
+        with self._staged(_calls=calls, _results=results, _keys=pa.table({"key": pa.array(list(touched), pa.int64())})):
+            self._con.execute("insert into tool_results by name from _results")
+            asked = self._con.sql("""
+                select key, interaction_id, call, called_at, true as is_stored, is_error from tool_calls
+                where key in (select key from _keys)
+                union all by name select key, interaction_id, call, called_at, false as is_stored from _calls
+            """).to_arrow_table()
+            with self._staged(_asked=asked):
+                answered = self._con.sql(f"""
+                    select q.* exclude (is_error), q.is_error as was_error, a.is_error
+                    from _asked q left join ({ANSWERS}) a using (interaction_id, call)
+                """).to_arrow_table()
+            with self._staged(_answered=answered):
+                self._con.execute("""
+                    insert into tool_calls by name
+                    select c.*, a.is_error from _calls c join _answered a using (interaction_id, call)
+                    where not a.is_stored
+                """)
+                changed = "select * from _answered where is_stored and is_error is distinct from was_error"
+                self._con.execute(f"""
+                    update tool_calls t set is_error = a.is_error from ({changed}) a
+                    where t.key = a.key and t.interaction_id = a.interaction_id and t.call = a.call
+                """)
+
+    def _speak_of_tools(self) -> pa.Array:
+        """The rows of the chunk whose messages may have a call or a result."""
+        said = pa.Table.from_batches([batch.select(["messages"]) for batch in self._chunk])
+        said = said.append_column("n", pa.array(np.arange(said.num_rows)))
+        with self._staged(_said=said):  # DuckDB looks through messages ten times as fast as Arrow does
+            found = self._con.sql(f"select n from _said where contains(messages, '{MARK}')").to_arrow_table()
+        return found["n"].combine_chunks()
+
+    def _messages(self, rows: pa.ChunkedArray) -> Iterator[pa.Buffer]:
+        """Of these rows of the chunk, without a copy."""
+        begins = np.cumsum([0, *(batch.num_rows for batch in self._chunk)])
+        columns = [batch.column("messages") for batch in self._chunk]
+        at = rows.to_numpy()
+        of = np.searchsorted(begins, at, side="right") - 1
+        for column, row in zip(of.tolist(), (at - begins[of]).tolist(), strict=True):
+            yield columns[column][row].as_buffer()
 
     def _first_of_each(self, rows: pa.Table) -> pa.Table:
         """Of several events of one interaction the first recorded stands: its children were built on it."""

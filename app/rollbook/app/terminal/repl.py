@@ -22,7 +22,7 @@ from rich.text import Text
 from rollbook.app.reading import answer, print_table
 from rollbook.store import Book, StoreError
 from rollbook.store.canned import CANNED
-from rollbook.store.relations import TOKENS, TOOL_CALLS
+from rollbook.store.relations import TOKENS
 from rollbook.store.schema import VIEWS, metadata
 
 _WORD = re.compile(r"[A-Za-z_0-9]+")
@@ -47,7 +47,7 @@ def columns_of() -> dict[str, list[str]]:
     """Every relation that a query may name, with its columns."""
     found = {name: [column.name for column in table.columns] for name, table in metadata.tables.items()}
     found |= {view.name: list(view.columns) for view in VIEWS}
-    return found | {"tokens": list(TOKENS), "tool_calls": list(TOOL_CALLS)}
+    return found | {"tokens": list(TOKENS)}
 
 
 class Words(Completer):
