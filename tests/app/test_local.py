@@ -1,15 +1,26 @@
-"""What ends a run's rollouts reaches the learner as the one error that says why."""
+"""Rollouts under a launcher: their servers come and go as asked; what ends them reaches the learner as one error."""
 
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
+import anyio
+import httpx
+import msgspec
 import pytest
 
+from app.launcher_contract import command_lines
 from rollbook.agents.errors import RolloutsFailing
-from rollbook.app.config import ConfigError
+from rollbook.app.config import ConfigError, GRPOConfig
 from rollbook.app.launch import LaunchFailed
 from rollbook.app.local import LocalRollouts, ended_groups, engine_of, parallel
 from rollbook.app.serving import gpus_of, make_engines
 from rollbook.store import BatchTaken, EpisodeClosed, EpisodeOpened, Event, open_book
+
+LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
 
 
 def failed(error: BaseException) -> LocalRollouts:
@@ -90,3 +101,81 @@ def test_groups_that_failed_whole_come_again_unless_a_batch_knows_of_them(tmp_pa
         found, n_rejected = ended_groups(book, "r")
     assert found.keys() == {"done", "told", "dull"}
     assert n_rejected == 1  # a group that failed was never counted as one to train on
+
+
+class Asking:
+    """An agent that asks twice."""
+
+    async def run(self, data: dict[str, object], *, base_url: str, api_key: str) -> float:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+            for _turn in range(2):
+                body = {"model": "m", "messages": data["messages"]}
+                (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
+                await anyio.sleep(0.1)
+        return 1.0
+
+
+@pytest.mark.timeout(90)
+def test_servers_come_and_go_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    config = msgspec.convert(
+        {
+            "experiment_name": "e",
+            "trial_name": "t",
+            "total_train_epochs": 1_000_000,
+            "cluster": {"fileroot": str(tmp_path)},
+            "rollout": {
+                "backend": "scripted:rollbook.app.demo:calculator",
+                "max_head_offpolicyness": 1_000_000,
+                "max_concurrent_rollouts": 4,
+            },
+            "gconfig": {"n_samples": 1, "max_new_tokens": 16},
+            "actor": {"path": "tiny"},
+            "train_dataset": {"path": "none", "batch_size": 1},
+        },
+        GRPOConfig,
+    )
+    run, rollouts = tmp_path / "e" / "t", LocalRollouts()
+    tasks = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"}]} for i in range(8)]
+
+    def until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 40
+        while not is_so():
+            rollouts.check()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def writers(since: datetime = LONG_AGO) -> set[str]:
+        with open_book(config.book_path) as book:
+            found = book.sql("select distinct writer from interactions where recorded_at > ?", [since])
+        return set(found["writer"].to_pylist())
+
+    rollouts.start(
+        config,
+        book_path=config.book_path,
+        run_id=config.run_id,
+        tasks=tasks,
+        workflow=Asking(),
+        workflow_kwargs={},
+        version=0,
+        weights="tiny",
+    )
+    try:
+        until(lambda: writers() == {"proxy-1"})
+        assert (run / "proxies").read_text() == "1\n"
+        (run / "proxies").write_text("none")
+        until(lambda: "must hold a number of servers" in capsys.readouterr().err)
+        (run / "proxies").write_text("2\n")
+        until(lambda: writers() == {"proxy-1", "proxy-2"})
+        (run / "proxies").write_text("1\n")
+        until(lambda: not any("proxy-2" in line and str(tmp_path) in line for line in command_lines()))
+        now = datetime.now(UTC)
+        until(lambda: writers(now) == {"proxy-1"})
+    finally:
+        rollouts.close()
+    with open_book(config.book_path) as book:
+        states = book.sql("select distinct state from episodes order by 1")["state"].to_pylist()
+    assert "done" in states
+    assert not {"lost", "failed"} & set(states)

@@ -46,7 +46,9 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Who starts the other programs of a run, and how many. What a scheduler is told beyond that is passed through."""
 
     type: str = "local"  # a name of the entry-point group rollbook.schedulers; `none`: train from the book alone
-    proxies: int = 1  # servers, each with an engine of its own (or several: rollout.backend)
+    proxies: int = 1
+    """Servers at the start, each with an engine of its own (or several: rollout.backend). While a run goes on, the
+    number in the file `proxies` of its folder is followed."""
     update: Literal["rolling", "barrier"] = "rolling"
     """How a server with several engines gets new weights: one engine after the other, or all while none samples."""
     cpus: int = 1  # for each server

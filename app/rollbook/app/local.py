@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -31,13 +32,17 @@ from rollbook.agents.workflow import resolve
 from rollbook.proxy.client import ProxyClient
 from rollbook.store import Book, EpisodeClosed, Event, open_book
 
+from .keeper import read, write
 from .launch import LaunchFailed, Program, Resources, SchedulerConfig, Supervisor, start_servers
 from .launch_local import LocalLauncher
 from .online import online_of
 from .proxies import Proxies
 
 ENGINES = ("embedded", "scripted", "vllm", "sglang")
+_LOOK_S = 1.0
 _ENGINE_WAIT_S = 600.0  # a large model takes minutes to load
+PROXIES = "proxies"
+"""A file of a run's folder: how many servers it has. Who changes the number changes them, while the run goes on."""
 
 
 def engine_of(backend: str) -> tuple[str, str | None]:
@@ -101,15 +106,19 @@ class LocalRollouts:
             ended, n_rejected = ended_groups(book, run_id)
         scheduler: SchedulerConfig = config.scheduler
         launcher = self._stack.enter_context(self.launcher_of(config))
-        self._servers, admin_key = start_servers(
+        serve = partial(
+            start_servers,
             launcher,
             book_path,
-            [*self._serve_arguments(config, version, weights), *(online.serve_arguments() if online else ())],
-            log_path=Path(config.run_path, "server.log"),
             wait_s=_ENGINE_WAIT_S,
-            n=scheduler.proxies,
             resources=Resources(cpus=scheduler.cpus, gpus=scheduler.gpus, memory_gb=scheduler.memory_gb),
             python=scheduler.python,
+        )
+        arguments = self._serve_arguments(config, version, weights)
+        self._servers, admin_key = serve(
+            [*arguments, "--writer", "proxy-{index}", *(online.serve_arguments() if online else ())],
+            log_path=Path(config.run_path, "server.log"),
+            n=scheduler.proxies,
             admin_key=online.admin_key if online else config.rollout.agent.admin_api_key,
         )
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
@@ -146,6 +155,43 @@ class LocalRollouts:
         )
         self._keep_up(portal, self._loop.run)
 
+        def serve_one(number: int) -> Program:
+            log_path = Path(config.run_path, f"server-{number}.log")
+            [program], _ = serve(
+                [*arguments, "--writer", f"proxy-{number}"], log_path=log_path, n=1, admin_key=admin_key
+            )
+            return program
+
+        self._keep_up(portal, partial(self._keep_number, serve_one))
+
+    async def _keep_number(self, serve_one: Callable[[int], Program]) -> None:
+        """Have as many servers as the file `proxies` of the run's folder says."""
+        assert self._proxies is not None
+        path = Path(self._config.run_path, PROXIES)
+        write(path, f"{len(self._servers)}\n")
+        refused = ""
+        while True:
+            await anyio.sleep(_LOOK_S)
+            text = (read(path) or "").strip()
+            if text == refused or text == str(len(self._servers)):
+                continue
+            if not text.isdecimal() or int(text) < 1:
+                refused = text
+                _say(f"{path} must hold a number of servers, 1 or more; it holds {text!r}. Nothing is changed")
+            elif int(text) > len(self._servers):
+                try:
+                    program = await anyio.to_thread.run_sync(serve_one, len(self._servers) + 1, abandon_on_cancel=True)
+                except LaunchFailed as error:
+                    refused = text
+                    _say(f"{path} asks for {text} servers, and the next one did not come up: {error}")
+                    continue
+                await self._proxies.add(program)
+                self._servers = [*self._servers, program]
+            else:
+                *self._servers, program = self._servers
+                await self._proxies.remove(program)
+                await anyio.to_thread.run_sync(program.stop)
+
     def _weights(self, query: str, tasks: Sequence[Task], epoch: int) -> npt.NDArray[np.float64]:
         """What the book says of the tasks as this epoch begins. Raises StoreError, DataError."""
         with open_book(self._book_path) as book:
@@ -169,7 +215,7 @@ class LocalRollouts:
 
     def _serve_arguments(self, config: Any, version: int, weights: str) -> list[str]:
         engine, rest = engine_of(config.rollout.backend)
-        words = ["--run", self._run_id, "--writer", "proxy-{index}", "--engine", engine, "--model", config.actor.path]
+        words = ["--run", self._run_id, "--engine", engine, "--model", config.actor.path]
         words += ["--weights", weights, "--weights-version", str(version)]
         words += ["--set", f"gconfig={msgspec.json.encode(config.gconfig).decode()}"]
         agent = config.rollout.agent
