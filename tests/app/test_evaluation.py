@@ -24,11 +24,24 @@ def test_pass_at_k_is_the_share_of_draws_with_a_solution(n: int, c: int, k: int,
     assert pass_at_k(n, c, k) == pytest.approx(value)
 
 
-def test_the_interval_is_over_tasks() -> None:
-    assert interval([0.5]) == (0.5, 0.5, 0.5)
-    mean, low, high = interval([0.0, 1.0])
-    assert mean == 0.5
-    assert high - low == pytest.approx(2 * 1.96 * 0.5)
+@pytest.mark.parametrize(
+    ("values", "n_episodes", "low", "high"),
+    [
+        ([0.0, 1.0], 2, 0.054, 0.946),  # one trial has so much variance
+        ([1.0] * 10, 80, 0.722, 1.0),  # ten tasks, however often each was tried
+        ([0.0, 1.0] * 50, 100, 0.403, 0.597),  # a hundred tasks: as the textbook
+        ([0.5] * 4, 16, 0.280, 0.720),  # tasks that agree are known no better than their episodes
+        ([0.4, 0.6] * 50, 1600, 0.475, 0.525),
+    ],
+)
+def test_the_interval_is_over_tasks_and_stays_between_0_and_1(
+    values: list[float], n_episodes: int, low: float, high: float
+) -> None:
+    assert interval(values, n_episodes) == pytest.approx((sum(values) / len(values), low, high), abs=2e-3)
+
+
+def test_the_interval_of_other_rewards_is_the_normal_one() -> None:
+    assert interval([-1.0, 3.0]) == pytest.approx((1.0, 1.0 - 1.96 * 2, 1.0 + 1.96 * 2))
 
 
 @pytest.mark.slow
@@ -54,3 +67,38 @@ def test_the_command_measures_and_records(tmp_path: Path, capsys: pytest.Capture
     assert [words[0] for words in by_task] == [row["task_id"] for row in names]
     assert [[float(word) for word in words[1:]] for words in by_task] == [[2, 2, 0, 0], [2, 2, 2, 1]]
     assert rows == [{"is_eval": True, "state": "done", "n": 4}]
+
+
+AGENT = """
+import asyncio
+
+from openai import AsyncOpenAI
+
+class Mine:
+    def __init__(self, value):
+        self.value = value
+
+    async def run(self, data, *, base_url, api_key, **_):
+        messages = [{"role": "user", "content": "What is 3 * 10 + 5?"}]
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        await client.chat.completions.create(model="default", messages=messages)
+        await asyncio.sleep(60 if data["answer"] == "late" else 0)
+        return self.value
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_agent_is_run_as_a_training_run_would(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AGENT)
+    (tmp_path / "test.jsonl").write_text("".join(f'{{"answer": "{a}"}}\n' for a in ("now", "late")))
+    command = [sys.executable, "-m", "rollbook.app.cli", "eval", "mine.Mine", "test.jsonl", "--model", "tiny"]
+    command += ["--script", "rollbook.app.demo:calculator", "--mode", "subproc", "--workers", "2"]
+    command += ["--arg", "value=0.25", "--time-limit", "15"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open_book(tmp_path / "runs/eval/book") as book:
+        rows = book.sql("select state, reward, reason from episodes order by state").to_pylist()
+    assert [(row["state"], row["reward"]) for row in rows] == [("done", 0.25), ("failed", None)]
+    assert "15 s" in rows[1]["reason"]

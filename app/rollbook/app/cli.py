@@ -88,17 +88,31 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _eval(args: argparse.Namespace) -> None:
+    import yaml
+
+    from rollbook.agents.config import AgentConfig
     from rollbook.agents.data import get_custom_dataset
-    from rollbook.agents.workflow import resolve
+    from rollbook.agents.modes import workflow_of
 
     from .evaluation import evaluate
 
     sys.path.insert(0, os.getcwd())
-    resolve(args.agent)
+    words = shlex.split(args.agent) if args.mode == "command" else None
+    config = AgentConfig(mode=args.mode, command=words, subproc_max_workers=args.workers)
+    kwargs = {name: yaml.safe_load(value) for name, _, value in (given.partition("=") for given in args.arg)}
+    workflow = workflow_of(config, args.agent, kwargs)
     rows = list(get_custom_dataset(path=args.data))[: args.limit]
     book_path = Path(args.book)
-    serve_args = _engine_args(args)
-    evaluate(book_path, args.agent, rows, run_id=args.run, serve_args=serve_args, n_samples=args.samples)
+    with closing(workflow):
+        evaluate(
+            book_path,
+            workflow,
+            rows,
+            run_id=args.run,
+            serve_args=_engine_args(args),
+            n_samples=args.samples,
+            time_limit_s=args.time_limit,
+        )
     with open_book(book_path) as book:
         _print_evaluation(book, args)
 
@@ -457,9 +471,13 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="A.B=C", help="values that win over the file's")
 
     made = command("eval", _eval, "measure an agent on a dataset", "rollbook eval my_agent.MathAgent test.jsonl")
-    made.add_argument("agent", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
+    made.add_argument("agent", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent; a program in mode command")
     made.add_argument("data", metavar="DATA", help="a .jsonl, .json or .parquet file, or module:function")
     made.add_argument("--model", default="smollm2-135m", help="a model folder or name, URL of a vLLM, or RUN[@VERSION]")
+    made.add_argument("--mode", choices=["inline", "subproc", "command"], default="inline", help="how agents are run")
+    made.add_argument("--workers", type=int, default=4, metavar="N", help="worker processes of mode subproc")
+    made.add_argument("--arg", action="append", default=[], metavar="A=B", help="a keyword of the agent, as YAML")
+    made.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="a longer episode has failed")
     made.add_argument("--policy-of", default=None, metavar="BOOK", help="the book whose policy --model names")
     made.add_argument("--served-model", default=None, metavar="DIR", help="the folder of what the vLLM at URL serves")
     made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")

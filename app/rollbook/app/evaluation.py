@@ -34,14 +34,25 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k)) if n - c >= k else 1.0
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of per-task values and its 95 % interval (normal, over tasks, which are what was sampled)."""
+def interval(values: Sequence[float], n_episodes: int = 0) -> tuple[float, float, float]:
+    """Mean of per-task values and its 95 % interval over tasks, which are what was sampled.
+
+    Of values in [0, 1] Wilson's score interval, which stays inside: with so many trials as have the variance that the
+    tasks show, between the tasks and the episodes (Wilson 1927; Kish 1965 for the number). Of others the normal one.
+    """
     n = len(values)
     mean = sum(values) / n
-    if n < 2:
-        return mean, mean, mean
-    error = 1.96 * math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    return mean, mean - error, mean + error
+    variance = sum((v - mean) ** 2 for v in values) / (n - 1) if n > 1 else math.inf
+    if min(values) < 0 or max(values) > 1:
+        error = 1.96 * math.sqrt(variance / n) if n > 1 else 0.0
+        return mean, mean - error, mean + error
+    spread = mean * (1 - mean)
+    trials = min(n * spread / variance if variance else math.inf, float(n_episodes or n)) if spread else float(n)
+    trials = max(trials, 1.0)
+    z = 1.96**2 / trials
+    middle = (mean + z / 2) / (1 + z)
+    error = math.sqrt(z * (spread + z / 4)) / (1 + z)
+    return mean, max(0.0, middle - error), min(1.0, middle + error)
 
 
 def summary(book: Book, run_id: str, *, n_samples: int, solved_at: float = 1.0) -> tuple[pa.Table, pa.Table]:
@@ -55,7 +66,7 @@ def summary(book: Book, run_id: str, *, n_samples: int, solved_at: float = 1.0) 
         measures = [(f"pass@{k}", [pass_at_k(n, c, k) for n, c in counts]) for k in ks]
         measures.append(("mean reward", tasks["mean_reward"].to_pylist()))
         for name, values in measures:
-            mean, low, high = interval(values)
+            mean, low, high = interval(values, sum(n for n, _ in counts))
             rows.append({"measure": name, "value": mean, "low_95": low, "high_95": high, "tasks": len(values)})
     return pa.Table.from_pylist(rows), tasks
 
