@@ -13,7 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from rollbook.store import (
     LogCorrupt,
     LogWriteFailed,
     StoreError,
+    verify,
 )
 from rollbook.store.events import from_batch
 from store_histories import interaction, same
@@ -234,6 +235,85 @@ def test_damage_in_a_closed_segment_names_the_place(tmp_path: Path) -> None:
     first.rename(first.with_suffix(".gone"))
     with pytest.raises(LogCorrupt, match="a segment is missing"):
         DirectoryLog(path, "w")
+
+
+def swap(a: Path, b: Path) -> None:
+    a.rename(a.with_suffix(".x"))
+    b.rename(a)
+    a.with_suffix(".x").rename(b)
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Of a book's last segment."""
+
+    def do(path: Path) -> None:
+        segment = segments(path)[-1]
+        segment.unlink()
+        make(segment)
+
+    return do
+
+
+STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "two segments swapped": (lambda path: swap(*segments(path)[:2]), "expected position 0, found 1"),
+    "a segment twice": (
+        lambda path: shutil.copy(segments(path)[1], path / "log/w/7.log"),
+        "begins at position 3, found 7",
+    ),
+    "a folder": (instead(Path.mkdir), "is no file; remove"),
+    "a pipe": (instead(os.mkfifo), "is no file; remove"),
+    "a link to nowhere": (instead(lambda path: path.symlink_to("/nowhere")), "leads nowhere"),
+    "another writer's folder": (
+        lambda path: shutil.copytree(path / "log/w", path / "log/v"),
+        "holds events of 'w', not of 'v'",
+    ),
+    "two sealed files swapped": (
+        lambda path: swap(*sorted((path / "sealed/w").iterdir())[::2]),
+        "not what its name says",
+    ),
+    "a sealed file twice": (
+        lambda path: shutil.copy(min((path / "sealed/w").iterdir()), path / f"sealed/w/{0:020d}-{9:020d}.parquet"),
+        "two files that begin at position 0",
+    ),
+    "a folder for book.json": (
+        lambda path: ((path / "book.json").unlink(), (path / "book.json").mkdir()),
+        "is not a manifest",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_files_that_are_not_what_they_were_are_one_clear_sentence(tmp_path: Path, what: str) -> None:
+    harm, message = STRANGE[what]
+    path = tmp_path / "book"
+    log = DirectoryLog(path, "w", roll_bytes=1, live_bytes=None, sync=no_sync)
+    for _ in range(3):
+        log.append_blocking(interaction())
+    if "sealed" in what:
+        log.seal()
+    log.close()
+    harm(path)
+    with pytest.raises(LogCorrupt, match=message):
+        list(DirectoryLog(path).read())
+    if what == "a folder for book.json":
+        return
+    report = verify(path)
+    assert report.problems
+    if "another" not in what:
+        with pytest.raises(LogCorrupt, match=message):
+            DirectoryLog(path, "w", live_bytes=None, sync=no_sync)
+
+
+def test_strange_names_beside_the_logs_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    log = DirectoryLog(path, "w")
+    log.append_blocking(interaction())
+    (path / "log" / "notes").write_text("x")
+    (path / "log" / "übung").mkdir()
+    (path / "sealed").mkdir()
+    (path / "sealed" / "x.parquet").write_text("")
+    assert len(found(path, "w")) == 1
+    log.close()
 
 
 def test_damage_met_while_looking_for_a_duplicate_stops_the_log(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"no book at {path} (it has no book.json); check the path. `rollbook serve`, a training run and "
             "open_book(path, writer=...) make one"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, IsADirectoryError) as error:
         raise LogCorrupt(f'{manifest} is not a manifest ({error}); restore it: {{"format": {FORMAT}}}') from error
     if found > LAKE_FORMAT:
         raise BookTooNew(
@@ -265,6 +265,7 @@ class DirectoryLog(Appending):
                 )
             chain = self._chains[writer] = Chain(self.path, writer)
             fault = chain.refresh()  # raises where what was acknowledged is gone; nothing has been touched then
+            next(chain.batches(max(0, chain.next - 1)), None)  # raises where they are another writer's
             last = chain.segments[-1] if chain.segments else None
             if isinstance(last, Segment):
                 self._fd = os.open(last.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -431,7 +432,7 @@ class DirectoryLog(Appending):
         with self._reading:
             writers = {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}
             for writer in writers:
-                if writer not in self._chains and WRITER_NAME.fullmatch(writer):
+                if writer not in self._chains and WRITER_NAME.fullmatch(writer) and self._is_folder(writer):
                     self._chains[writer] = Chain(self.path, writer)
                 # Our own segments are listed as they become durable.
                 if writer in self._chains and (writer != self._writer or self._is_closed):
@@ -440,6 +441,9 @@ class DirectoryLog(Appending):
                     for segment in before:
                         if self._parsed and segment not in self._chains[writer].segments:
                             self._forget(segment)
+
+    def _is_folder(self, writer: str) -> bool:
+        return any((self.path / folder / writer).is_dir() for folder in ("log", "sealed"))
 
     async def follow(self, cursor: Cursor = START) -> AsyncGenerator[pa.RecordBatch, None]:
         wait_s = _POLL_S[0]

@@ -10,6 +10,7 @@ kinds have one shape here: numbered frames, which are record batches in order of
 
 import functools
 import os
+import stat
 import struct
 import threading
 import time
@@ -88,8 +89,12 @@ class _File:
     """A descriptor that is closed when nobody uses it any more, in whichever thread that is."""
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.inode = os.fstat(self.fd).st_ino
+        # A pipe would be waited for.
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise LogCorrupt(f"{path} is no file; remove what stands there and restore the file from a copy")
+        self.inode = found.st_ino
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -320,8 +325,14 @@ class Sealed:
         return self._file().content_crc
 
     def _file(self) -> "_ParquetFile":
-        stat = os.stat(self.path)
-        return _open_parquet(str(self.path), stat.st_ino, stat.st_mtime_ns)
+        found = os.stat(self.path)
+        file = _open_parquet(str(self.path), found.st_ino, found.st_mtime_ns)
+        if (file.first, file.n_rows) != (self.first, self.next - self.first):
+            raise LogCorrupt(
+                f"{self.path} holds {file.n_rows} events from position {file.first} on, and not what its name says; "
+                "restore the file from a copy"
+            )
+        return file
 
     def frame_of(self, position: int) -> int:
         """Which row group holds a position that is in [first, next)."""
@@ -364,7 +375,9 @@ class _ParquetFile:
             if isinstance(error, FileNotFoundError):
                 raise
             raise self._corrupt(error) from error
-        self.n_frames = footer.num_row_groups
+        self.n_frames, self.n_rows = footer.num_row_groups, footer.num_rows
+        about = footer.row_group(0).column(0).statistics if self.n_frames else None  # of `position`
+        self.first = None if about is None else about.min
         self.starts = [0]
         for k in range(self.n_frames - 1):
             self.starts.append(self.starts[-1] + footer.row_group(k).num_rows)
@@ -471,9 +484,9 @@ class Chain:
             try:
                 self.segments = self._listed()
                 return
-            except FileNotFoundError:
+            except FileNotFoundError as error:
                 if attempt == 19:
-                    raise
+                    raise LogCorrupt(f"{error.filename} leads nowhere; restore the file from a copy") from error
 
     def _listed(self) -> list["Segment | Sealed"]:
         known = {(type(s), s.first): s for s in self.segments}
@@ -483,6 +496,10 @@ class Chain:
         for name in _listdir(self.sealed_folder):
             begin, _, end = name.removesuffix(".parquet").partition("-")
             if name.endswith(".parquet") and begin.isdigit() and end.isdigit():
+                if int(begin) in sealed:
+                    raise LogCorrupt(
+                        f"{self.sealed_folder} has two files that begin at position {int(begin)}; remove the wrong one"
+                    )
                 sealed[int(begin)] = int(end)
         firsts = sorted(logs | sealed.keys())
         segments: list[Segment | Sealed] = []
@@ -524,6 +541,12 @@ class Chain:
             if segment is None:
                 return
             batch = segment.batch(segment.frame_of(start))
+            writer = batch.column("writer")[0].as_py()
+            if writer != self.writer:
+                raise LogCorrupt(
+                    f"{segment.path} holds events of {writer!r}, not of {self.writer!r}: a folder of a log that was "
+                    "renamed or copied; give it its name back, or remove the copy"
+                )
             batch = batch.slice(start - batch.column("position")[0].as_py())
             start += batch.num_rows
             yield batch

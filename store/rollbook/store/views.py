@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import locks, migrate
-from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, TablesDamaged
+from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, StoreError, TablesDamaged
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
@@ -111,11 +111,17 @@ class Views:
         """With the tables of a file if they can be read and are those of this log, else with empty ones."""
         con: duckdb.DuckDBPyConnection | None = None
         wrong: str | None = "is damaged"
+        if path.is_dir():
+            raise StoreError(f"{path} is a folder; remove it, and the tables are computed there")
         try:
             if not _mark(path).exists():
                 con = _open(path)
                 self._start(con)
                 wrong = self._strangeness()
+                if wrong is not None:  # what the log has lost may be nowhere else
+                    con.close()
+                    path.replace(path.with_name(path.name + ".old"))
+                    wrong += f" (what it says is kept in {path.name}.old)"
         except duckdb.Error as error:
             if not _is_unreadable(error):
                 raise
