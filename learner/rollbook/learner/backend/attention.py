@@ -41,17 +41,30 @@ def attend(
     elif isinstance(attention_mask, BlockMask):
         out = _flex(query, key, value, attention_mask, scaling, is_grouped)
     else:
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=attention_mask is None,
-            scale=scaling,
-            enable_gqa=is_grouped,
-        )
+        out = _dense(query, key, value, attention_mask, dropout, scaling, is_grouped)
     return out.transpose(1, 2).contiguous(), None
+
+
+@torch.compiler.disable  # with segments.HAS_ONE_PLAN cuDNN's log-sum-exp has other strides than a graph expects
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float | None,
+    is_grouped: bool,
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=is_grouped,
+    )
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, is_grouped: bool) -> Tensor:

@@ -70,6 +70,8 @@ def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> n
         recompute_activations(model)
     moved: nn.Module = model.to(device)
     if config.compile:
+        if name != attention.NAME:  # attention inside the graph: see attention._dense
+            torch.backends.cuda.enable_cudnn_sdp(False)
         for layer in moved.get_decoder().layers:  # type: ignore[operator]
             layer.compile()
     return moved
