@@ -180,6 +180,29 @@ def test_other_attention_agrees_too(implementation: str) -> None:
     torch.testing.assert_close(by_trie(model, rows, [build(rows)], Distribution())[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["paths", "trie"])
+def test_compiled_layers_keep_attention_out_of_their_graph(form: str) -> None:
+    """On a GPU a graph expects other strides than cuDNN gives with one plan for many lengths, and dies."""
+    rows = random_rows(1)
+    tries = list(micro_batches(rows, max_tokens=10_000, form=form))  # type: ignore[arg-type]
+    model, called = tiny_model(dtype=torch.float64), set()
+    model.config._attn_implementation = NAME
+    expected = by_trie(model, rows, tries, Distribution(), in_segments=form == "trie")
+
+    def remember(graph: Any, _: Any) -> Any:
+        called.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    for layer in model.model.layers:
+        layer.compile(backend=remember)
+    got = by_trie(model, rows, tries, Distribution(), in_segments=form == "trie")
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    assert called
+    assert not any("scaled_dot_product" in target for target in called)
+
+
 def test_a_prompt_shared_by_a_group_is_computed_once() -> None:
     prompt = list(range(20))
     rows = make_rows([(prompt, [21, 22]), (prompt, [21, 23]), (prompt, [24, 25])])
