@@ -85,6 +85,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         "rewards",
         "replay",
         "verify",
+        "lake",
         "prune",
         "demo",
         "run-areal",

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs_blocks import RUNS, SHOWN, blocks
+from rollbook.app.cli import _parser
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,6 +51,23 @@ def test_every_block_says_what_it_is_and_what_does_not_run_says_why(page: Path) 
         assert language in RUNS | SHOWN, f"line {line}: a block of {language or 'no language'}"
         if language == "console":
             assert lines[line - 2].startswith("<!-- not run here: "), f"line {line}: say above it why it is not run"
+
+
+def test_every_rollbook_command_that_is_shown_and_not_run_is_one() -> None:
+    shown = [
+        (page.name, shlex.split(line, comments=True))
+        for page in PAGES
+        for _, language, code in blocks(page)
+        if language == "console"
+        for line in code.replace("\\\n", " ").splitlines()
+        if line.startswith("rollbook ")
+    ]
+    assert len(shown) > 5
+    for page, words in shown:
+        try:
+            _parser().parse_args(words[1 : words.index("|") if "|" in words else None])
+        except SystemExit:
+            pytest.fail(f"{page} shows `{shlex.join(words)}`, which the command line refuses")
 
 
 def test_the_chinese_quick_start_has_the_blocks_of_the_english_one() -> None:

@@ -602,6 +602,17 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--tokenizer", default=None, metavar="DIR", help="a model folder to spell tokens with")
 
     made = command(
+        "lake",
+        _lake,
+        "put a book's events into a DuckLake that many machines append to, or merge its files",
+        'rollbook lake runs/my-book --catalogue "host=db dbname=rollbook" --data /shared/rollbook',
+    )
+    book_of(made)
+    made.add_argument("--catalogue", default=None, metavar="CONNECTION", help="of PostgreSQL, as libpq writes it")
+    made.add_argument("--data", default=None, metavar="DIR", help="a folder by the same path on every machine")
+    made.add_argument("--compact", action="store_true", help="have DuckLake merge small files")
+
+    made = command(
         "prune",
         _prune,
         "remove messages and tokens of chosen episodes for good, keeping the facts",
