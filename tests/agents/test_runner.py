@@ -253,6 +253,34 @@ async def test_cancelling_the_runner_closes_every_session():
     assert {(s["state"], s["reason"]) for s in proxy.sessions.values()} == {("abandoned", "cancelled")}
 
 
+async def test_a_session_whose_opening_was_on_its_way_when_the_runner_was_cancelled_is_closed(monkeypatch):
+    """The proxy has opened it, and its answer is late or never comes."""
+    monkeypatch.setattr(runner_module, "STOP_S", 0.2)
+    proxy = KeepingProxy()
+    opened, answered = asyncio.Event(), asyncio.Event()
+
+    class Late:
+        base_url = proxy.base_url
+        end_session = staticmethod(proxy.end_session)
+
+        async def start_session(self, task_id, **facts):
+            started = await proxy.start_session(task_id, **facts)
+            opened.set()
+            if task_id == "t1":
+                await anyio.sleep(3600)
+            await answered.wait()
+            return started
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(runner(lambda data: 1, Late()).run, TASKS)
+        await opened.wait()
+        asyncio.get_running_loop().call_later(0.05, answered.set)
+        group.cancel_scope.cancel()
+    by_task = {session["task_id"]: (session["state"], session["reason"]) for session in proxy.sessions.values()}
+    assert by_task == {"t0": ("abandoned", "cancelled"), "t1": ("open", None), "t2": ("abandoned", "cancelled")}
+    assert not [task for task in asyncio.all_tasks() if "start_session" in repr(task)]
+
+
 async def test_a_session_that_the_proxy_closed_ends_that_episode_alone():
     proxy = KeepingProxy()
 

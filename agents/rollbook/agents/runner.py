@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import anyio
@@ -26,7 +27,7 @@ from .watch import watching
 from .workflow import Session, Workflow, resolve
 
 STOP_S = 5.0
-"""How long an agent that is cancelled may take to clean up before it is left behind."""
+"""How long an agent that is cancelled may take to clean up before it is left behind, and a session to open."""
 
 
 class Opened(Protocol):
@@ -235,10 +236,10 @@ class Runner:
         return episode, is_final
 
     async def _start_session(self, task: Task, group_id: str, attempt: int) -> Opened:
-        """Waits while the proxy has no room."""
+        """Waits while the proxy has no room. Cancelled, it ends what the proxy has opened meanwhile."""
         while True:
-            try:
-                return await self.proxy.start_session(
+            asking = asyncio.ensure_future(
+                self.proxy.start_session(
                     task.task_id,
                     group_id=group_id,
                     attempt=attempt,
@@ -247,8 +248,26 @@ class Runner:
                     run_id=self.run_id,
                     **({} if self.origin is None else {"origin_interaction_id": self.origin}),
                 )
+            )
+            try:
+                return await asyncio.shield(asking)
             except Busy as error:
                 await anyio.sleep(error.retry_after_s or 1.0)
+            except asyncio.CancelledError:
+                with anyio.CancelScope(shield=True):
+                    await self._take_back(asking)
+                raise
+
+    async def _take_back(self, asking: "asyncio.Future[Opened]") -> None:
+        """Nobody wants this session any more, and it may be open already, its answer on the way."""
+        await asyncio.wait({asking}, timeout=STOP_S)
+        if not asking.done():  # no proxy is there, or none with time
+            asking.cancel()
+            await asyncio.wait({asking})
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        with suppress(SessionLost, SessionEnded):
+            await self.proxy.end_session(asking.result().api_key, state="abandoned", reason="cancelled")
 
     async def _call(self, task: Task, session: Session) -> Any:
         """What the agent returns. It runs as a task of its own, which may be left behind if it refuses to end."""
