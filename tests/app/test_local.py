@@ -1,10 +1,11 @@
 """Rollouts under a launcher: their servers come and go as asked; what ends them reaches the learner as one error."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
@@ -12,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from app.launcher_contract import command_lines
+from app.launcher_contract import command_lines, processes
 from rollbook.agents.errors import RolloutsFailing
 from rollbook.app.config import ConfigError, GRPOConfig
 from rollbook.app.launch import LaunchFailed
@@ -134,6 +135,7 @@ def test_servers_come_and_go_while_the_run_goes_on(
             "gconfig": {"n_samples": 1, "max_new_tokens": 16},
             "actor": {"path": "tiny"},
             "train_dataset": {"path": "none", "batch_size": 1},
+            "scheduler": {"max_restarts": 0},
         },
         GRPOConfig,
     )
@@ -152,6 +154,10 @@ def test_servers_come_and_go_while_the_run_goes_on(
             found = book.sql("select distinct writer from interactions where recorded_at > ?", [since])
         return set(found["writer"].to_pylist())
 
+    def states() -> set[str]:
+        with open_book(config.book_path) as book:
+            return set(book.sql("select distinct state from episodes")["state"].to_pylist())
+
     rollouts.start(
         config,
         book_path=config.book_path,
@@ -165,17 +171,28 @@ def test_servers_come_and_go_while_the_run_goes_on(
     try:
         until(lambda: writers() == {"proxy-1"})
         assert (run / "proxies").read_text() == "1\n"
-        (run / "proxies").write_text("none")
+        (run / "proxies").write_bytes(b"none\xff")
         until(lambda: "must hold a number of servers" in capsys.readouterr().err)
         (run / "proxies").write_text("2\n")
         until(lambda: writers() == {"proxy-1", "proxy-2"})
+        (run / "proxies").write_text("02")
+        until(lambda: "it holds '02'. Nothing is changed" in capsys.readouterr().err)
         (run / "proxies").write_text("1\n")
         until(lambda: not any("proxy-2" in line and str(tmp_path) in line for line in command_lines()))
         now = datetime.now(UTC)
         until(lambda: writers(now) == {"proxy-1"})
+        assert not {"lost", "failed"} & states()
+        # One that has used up its restarts is none any more, and its number is free.
+        (run / "proxies").write_text("2\n")
+        until(lambda: writers(datetime.now(UTC) - timedelta(seconds=1)) == {"proxy-1", "proxy-2"})
+        for pid, line in processes():
+            if str(tmp_path) in line and "--writer proxy-1 " in line and "keeper" not in line:
+                os.kill(pid, signal.SIGKILL)
+        until(lambda: (run / "proxies").read_text() == "1\n")
+        assert "ended with status -9, and is not started again" in capsys.readouterr().err
+        (run / "proxies").write_text("2\n")
+        now = datetime.now(UTC)
+        until(lambda: writers(now) == {"proxy-1", "proxy-2"})
     finally:
         rollouts.close()
-    with open_book(config.book_path) as book:
-        states = book.sql("select distinct state from episodes order by 1")["state"].to_pylist()
-    assert "done" in states
-    assert not {"lost", "failed"} & set(states)
+    assert states() - {"abandoned"} == {"done", "lost"}

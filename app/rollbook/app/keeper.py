@@ -38,7 +38,7 @@ def write(path: Path, text: str) -> None:
 def read(path: Path) -> str | None:
     """What is in a file; None where there is none."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return None
 

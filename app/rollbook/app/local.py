@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class LocalRollouts:
     """See `rollbook.learner.rollouts.Rollouts`."""
 
     def __init__(self) -> None:
-        self._servers: list[Program] = []
+        self._servers: dict[int, Program] = {}  # by number, from 1
         self._config: Any = None
         self._run_id = ""
         self._runners: list[Runner] = []  # at work
@@ -115,21 +116,22 @@ class LocalRollouts:
             python=scheduler.python,
         )
         arguments = self._serve_arguments(config, version, weights)
-        self._servers, admin_key = serve(
+        servers, admin_key = serve(
             [*arguments, "--writer", "proxy-{index}", *(online.serve_arguments() if online else ())],
             log_path=Path(config.run_path, "server.log"),
             n=scheduler.proxies,
             admin_key=online.admin_key if online else config.rollout.agent.admin_api_key,
         )
+        self._servers = dict(enumerate(servers, start=1))
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         self._proxies = self._stack.enter_context(
             portal.wrap_async_context_manager(
-                Proxies(self._servers, admin_key, version=version, on_lost=self._stop_agents)
+                Proxies(servers, admin_key, version=version, on_lost=self._stop_agents)
             )
         )
         self._portal = portal
         if online is not None:
-            url = self._servers[0].url
+            url = servers[0].url
             _say(online.answering_at(url, config.run_path))
             client = self._stack.enter_context(portal.wrap_async_context_manager(ProxyClient(url, admin_key)))
             self._keep_up(portal, partial(keep_open, client, online.api_key, run_id=run_id))
@@ -156,7 +158,7 @@ class LocalRollouts:
         self._keep_up(portal, self._loop.run)
 
         def serve_one(number: int) -> Program:
-            log_path = Path(config.run_path, f"server-{number}.log")
+            log_path = Path(config.run_path, "server.log" if number == 1 else f"server-{number}.log")
             [program], _ = serve(
                 [*arguments, "--writer", f"proxy-{number}"], log_path=log_path, n=1, admin_key=admin_key
             )
@@ -172,25 +174,39 @@ class LocalRollouts:
         refused = ""
         while True:
             await anyio.sleep(_LOOK_S)
+            for number, program in list(self._servers.items()):
+                if len(self._servers) > 1 and (why := _why_gone(program)) is not None:
+                    await self._part_with(number)
+                    _say(f"{len(self._servers)} of the servers are left, as {path} says now, too: {why}")
+                    write(path, f"{len(self._servers)}\n")
             text = (read(path) or "").strip()
-            if text == refused or text == str(len(self._servers)):
+            if text != refused:
+                refused = ""
+            if text in (refused, "", str(len(self._servers))):
                 continue
-            if not text.isdecimal() or int(text) < 1:
+            if not re.fullmatch(r"[1-9]\d{0,4}", text):
                 refused = text
                 _say(f"{path} must hold a number of servers, 1 or more; it holds {text!r}. Nothing is changed")
             elif int(text) > len(self._servers):
+                number = next(n for n in count(1) if n not in self._servers)
                 try:
-                    program = await anyio.to_thread.run_sync(serve_one, len(self._servers) + 1, abandon_on_cancel=True)
+                    program = await anyio.to_thread.run_sync(serve_one, number, abandon_on_cancel=True)
                 except LaunchFailed as error:
                     refused = text
                     _say(f"{path} asks for {text} servers, and the next one did not come up: {error}")
                     continue
                 await self._proxies.add(program)
-                self._servers = [*self._servers, program]
+                self._servers = {**self._servers, number: program}
             else:
-                *self._servers, program = self._servers
-                await self._proxies.remove(program)
-                await anyio.to_thread.run_sync(program.stop)
+                await self._part_with(max(self._servers))
+
+    async def _part_with(self, number: int) -> None:
+        """One server less. Returns when its sessions are over and it has ended."""
+        assert self._proxies is not None
+        program = self._servers[number]
+        self._servers = {n: other for n, other in self._servers.items() if n != number}
+        await self._proxies.remove(program)
+        await anyio.to_thread.run_sync(program.stop)
 
     def _weights(self, query: str, tasks: Sequence[Task], epoch: int) -> npt.NDArray[np.float64]:
         """What the book says of the tasks as this epoch begins. Raises StoreError, DataError."""
@@ -298,7 +314,8 @@ class LocalRollouts:
             if isinstance(cause, AgentsError | LaunchFailed):
                 raise cause
             raise LaunchFailed(f"the rollouts ended: {type(cause).__name__}: {cause}") from error
-        for server in self._servers if not any(server.is_up for server in self._servers) else ():
+        servers = self._servers.values()
+        for server in servers if not any(server.is_up for server in servers) else ():
             server.check()  # none is up: is there one that will be?
 
     def close(self) -> None:
@@ -313,6 +330,15 @@ class LocalRollouts:
 
 def _say(text: str) -> None:
     Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def _why_gone(program: Program) -> str | None:
+    """Why it is gone for good; None while it lives or is started again."""
+    try:
+        program.check()
+    except LaunchFailed as error:
+        return str(error)
+    return None
 
 
 def _causes(error: BaseException) -> list[BaseException]:
