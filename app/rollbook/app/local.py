@@ -125,9 +125,7 @@ class LocalRollouts:
         self._servers = dict(enumerate(servers, start=1))
         portal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
         self._proxies = self._stack.enter_context(
-            portal.wrap_async_context_manager(
-                Proxies(servers, admin_key, version=version, on_lost=self._stop_agents)
-            )
+            portal.wrap_async_context_manager(Proxies(servers, admin_key, version=version, on_lost=self._stop_agents))
         )
         self._portal = portal
         if online is not None:
