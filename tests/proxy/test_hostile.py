@@ -266,6 +266,50 @@ def test_bodies_that_are_too_many_together_are_told_to_come_back():
             time.sleep(0.01)
 
 
+def test_a_chunked_body_that_comes_at_once_has_a_limit():
+    config = ServeConfig(admin_key="admin-key-of-the-tests", max_body_bytes=1_000, body_s=20)
+    with (
+        anyio.from_thread.start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
+    ):
+        key = portal.call(served.client.start_session, "t").api_key
+        chunked = head(key, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
+        began = time.monotonic()
+        assert b" 413 " in speak(served, chunked + b"7d0\r\n" + b"x" * 2_000 + b"\r\n0\r\n\r\n")
+        assert time.monotonic() - began < 5
+
+
+def test_requests_that_wait_behind_another_are_few(running):
+    """Each would be held in memory, a stranger's as well."""
+    served, key, _ = running
+    host, port = served.url.removeprefix("http://").split(":")
+    one = head(key, 2, "/rl/set_reward") + b"{}"
+    answered = []
+    for n in (50, 2_000):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(one * n)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while got := connection.recv(1 << 16):
+                    answer += got
+                    if answer.count(b"HTTP/1.1 ") == 50:
+                        break
+            answered.append(answer.count(b"HTTP/1.1 400 "))
+    assert answered[0] == 50
+    assert answered[1] < 50
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_upgrade_that_is_offered_changes_nothing(running, protocol):
+    """Java's own client offers HTTP/2 with every request."""
+    served, key, _ = running
+    body = json.dumps({"messages": [{"role": "user", "content": "hi\r\nUpgrade: x"}]}).encode()
+    more = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {protocol}\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    request = head(key, len(body), more=more) + body
+    assert speak(served, request, request, pause=0.3).count(b"HTTP/1.1 200 ") == 2
+
+
 def test_a_flood_of_headers_is_cut_off(running):
     served, key, _ = running
     flood = "".join(f"x-{i}: {'y' * 100}\r\n" for i in range(1000))

@@ -2,14 +2,17 @@
 send them."""
 
 import errno
+import re
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import anyio
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .wire import Header, Scope
@@ -17,6 +20,9 @@ from .wire import Header, Scope
 HEADER_S = 15.0
 """How long a client may take over a request's headers."""
 
+
+MOST_WAITING = 64
+"""Requests of one connection that wait for the answer to one before them."""
 
 _FULL = (
     b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -42,6 +48,21 @@ def most_connections(wanted: int) -> int:
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(16, soft - _FILES_KEPT))
 
 
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
+
+
+class _Flow(FlowControl):
+    """Nothing more is read while requests wait behind the one that is answered: each would be held in memory."""
+
+    def __init__(self, transport: Any, waiting: "deque[Any]") -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
+
+
 class Protocol(HttpToolsProtocol):
     """One connection. Its headers have a limit, and a time that `sweep` looks at: no timer per request."""
 
@@ -51,9 +72,11 @@ class Protocol(HttpToolsProtocol):
     _header_bytes = 0
     _on_lost: Callable[[], None] | None = None
     _is_lost = False
+    _is_in_body = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         self.headers_since = time.monotonic()
         if len(self.connections) > self.max_connections:
             transport.write(_FULL)
@@ -146,9 +169,20 @@ class Protocol(HttpToolsProtocol):
         self.headers_since = None
         if self._header_bytes > self.max_header_bytes:
             raise ValueError("headers over the limit")  # the parser stops; `data_received` answers and closes
+        if len(self.pipeline) >= MOST_WAITING:
+            raise ValueError("too many requests at once")  # likewise
+        self._is_in_body = True
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
+        if not self._is_in_body and (end := data.find(b"\r\n\r\n")) > 0 and b"pgrade:" in data[:end]:
+            # Java's client offers HTTP/2 with every request. Who does not want that goes on as if it had not been said,
+            # but the parser would take the request to end with its headers.
+            data = _UPGRADE.sub(b"\r\nx-pgrad:", data[:end]) + data[end:]
         super().data_received(data)
         if self._header_bytes > self.max_header_bytes and not self.transport.is_closing():
             self.send_400_response("The request's headers are over the limit.")

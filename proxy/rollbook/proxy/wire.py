@@ -120,7 +120,9 @@ async def read_body(
         raise TooLarge(f"the body has {told} bytes, the most is {max_bytes}; shorten the request")
     held.grow(told)
     connection = connection_of(scope)
-    if connection is not None and (whole := connection.body(scope)) is not None and len(whole) <= max_bytes:
+    if connection is not None and (whole := connection.body(scope)) is not None:
+        if len(whole) > max_bytes:
+            raise TooLarge(f"the body has {len(whole)} bytes, the most is {max_bytes}; shorten the request")
         held.grow(len(whole))
         return whole
     try:
