@@ -43,11 +43,13 @@ async def main(workflow: str, script: str, *, in_thread: bool, is_deployed: bool
         recorded = served.events("InteractionRecorded")
         rewards = served.events("RewardGiven")
     roles = {e.interaction_id: e.fact.role for e in recorded}
+    edges = {e.interaction_id: e.fact.edge for e in recorded}
     result = {
         "episodes": [[e.state, e.reason, e.reward, e.n_interactions] for e in episodes],
         "n_recorded": len(roles),
         "is_whole": all(len(e.output_ids) == len(e.logprobs) > 0 for e in recorded),
-        "edges": [e.fact.edge for e in recorded],
+        "edges": list(edges.values()),
+        "rewarded_edges": [edges[e.interaction_id] for e in rewards],
         "dialects": sorted({e.fact.dialect for e in recorded}),
         "rewards": sorted([roles[e.interaction_id], e.fact.value] for e in rewards),
     }

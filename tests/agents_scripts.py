@@ -55,3 +55,9 @@ def claude_calculator(generation: Generation) -> list[int]:
     name = "mcp__calculator__"
     calls = [call(f"{name}multiply", a=3, b=4), call(f"{name}add", a=12, b=5), r"The answer is \boxed{17}."]
     return said(calls[min(n_results, 2)])
+
+
+def claude_titled(generation: Generation) -> list[int]:
+    """The same, where the SDK also asks for a title of the session: without tools, and as JSON."""
+    has_tools = "mcp__calculator__" in text_of(generation)
+    return claude_calculator(generation) if has_tools else said('{"title": "A sum"}')
