@@ -92,6 +92,18 @@ class LauncherContract:
         assert "earlier start" not in str(told.value)
         assert (tmp_path / "log").read_text().startswith("what an earlier start of the same run said\n")
 
+    def test_a_program_that_is_not_there_is_an_error_that_says_so(self, launcher: Supervisor, tmp_path: Path) -> None:
+        with pytest.raises(LaunchFailed, match="cannot start /nowhere/python: No such file"):
+            launcher.start(["/nowhere/python", "-m", "rollbook"], log_path=tmp_path / "log")
+
+    def test_servers_that_die_together_are_all_started_again(self, launcher: Supervisor, tmp_path: Path) -> None:
+        programs = launcher.start(command("serves"), log_path=tmp_path / "log", n=4)
+        for program in programs:
+            os.kill(pids(program)[0], signal.SIGKILL)
+        until(lambda: all(program.n_starts == 2 and program.is_up for program in programs), 45)
+        for program in programs:
+            program.check()
+
     def test_a_program_that_does_not_answer_is_an_error_and_is_ended(
         self, launcher: Supervisor, tmp_path: Path
     ) -> None:

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from app.launcher_contract import PROGRAM, LauncherContract, command_lines, is_alive, until
+from rollbook.app.keeper import read, write
 from rollbook.app.launch import Supervisor
 from rollbook.app.launch_local import LocalLauncher
 
@@ -14,6 +16,20 @@ from rollbook.app.launch_local import LocalLauncher
 class TestLocal(LauncherContract):
     def make(self, *, max_restarts: int = 2) -> Supervisor:
         return LocalLauncher(max_restarts=max_restarts)
+
+
+def test_a_file_that_several_replace_at_once_is_always_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lease"
+
+    def replace(text: str) -> None:
+        for _ in range(200):
+            write(path, text)
+            assert read(path) in ("a" * 100, "b" * 1000)
+
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(replace, text) for text in ("a" * 100, "b" * 1000)]:
+            done.result()
+    assert [one.name for one in tmp_path.iterdir()] == ["lease"]
 
 
 def test_no_program_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:

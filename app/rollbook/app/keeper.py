@@ -25,12 +25,13 @@ BEAT_S = 1.0
 GRACE_S = 10.0
 """How long a program may take to end when it is asked to."""
 
+_NOT_STARTED = 127  # as shells say it
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file whole: a reader sees the old or the new."""
-    beside = path.with_name(path.name + ".part")
+    """Replace a file whole: a reader sees the old or the new, whoever else writes it now."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     beside.write_text(text)
     beside.replace(path)
 
@@ -68,14 +69,19 @@ def _die_with_parent() -> None:
 def keep(command: list[str], *, folder: Path, log_path: Path, is_held: bool, lease: Path | None, lease_s: float) -> int:
     """Run `command` until it ends or must end; returns its status."""
     with log_path.open("ab") as log:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        except OSError as error:
+            log.write(f"cannot start {command[0]}: {error.strerror}\n".encode())
+            write(folder / "status.json", json.dumps({"status": _NOT_STARTED, "told": None}))
+            return _NOT_STARTED
     changed = threading.Event()
     told: list[str] = []
 
@@ -102,7 +108,8 @@ def keep(command: list[str], *, folder: Path, log_path: Path, is_held: bool, lea
     beat = 0
     while child.poll() is None and not told:
         beat += 1
-        write(folder / "beat", str(beat))
+        with contextlib.suppress(OSError):  # a shared folder may be away for a moment; for long, and we are taken for lost
+            write(folder / "beat", str(beat))
         if rising is not None and rising.still_s() > lease_s:
             told.append(f"whoever launched it gave no sign for {lease_s:g} s")
         else:

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ class SlurmLauncher(Supervisor):
             beat += 1
             for lease in list(self._leases):
                 if lease.parent.is_dir():
-                    write(lease, str(beat))
+                    with suppress(OSError):  # the folder may be away for a moment
+                        write(lease, str(beat))
 
     def close(self) -> None:
         super().close()
