@@ -108,7 +108,9 @@ def keep(command: list[str], *, folder: Path, log_path: Path, is_held: bool, lea
     beat = 0
     while child.poll() is None and not told:
         beat += 1
-        with contextlib.suppress(OSError):  # a shared folder may be away for a moment; for long, and we are taken for lost
+        with contextlib.suppress(
+            OSError
+        ):  # a shared folder may be away for a moment; for long, and we are taken for lost
             write(folder / "beat", str(beat))
         if rising is not None and rising.still_s() > lease_s:
             told.append(f"whoever launched it gave no sign for {lease_s:g} s")
