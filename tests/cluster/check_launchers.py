@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,14 @@ class TestSlurm(LauncherContract):
 def ray_here() -> Iterator[None]:
     with RayLauncher():  # the first holds the cluster that the others use
         yield
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_no_ray_is_is_an_error_at_once(scheme: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(LaunchFailed, match=f"no Ray cluster answers at {scheme}127.0.0.1:1:"):
+        RayLauncher(address=f"{scheme}127.0.0.1:1")
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.usefixtures("ray_here")

@@ -5,6 +5,7 @@ and with an actor goes what it holds. Programs share URLs and files with the res
 """
 
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -116,6 +117,8 @@ class RayLauncher(Supervisor):
         if self._is_ours:
             if address is None:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours tells nobody of itself
+            else:
+                _knock(address)
             try:
                 ray.init(
                     address=address or "local",
@@ -163,6 +166,20 @@ class RayLauncher(Supervisor):
         super().close()
         if self._is_ours and ray.is_initialized():
             ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Where nobody listens Ray itself tries on for more than five minutes. Raises LaunchFailed."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # `auto`, say
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise LaunchFailed(
+            f"no Ray cluster answers at {address}: {error}; start one with `ray start --head`, or leave "
+            "scheduler.address out"
+        ) from error
 
 
 class RayRollouts(LocalRollouts):
