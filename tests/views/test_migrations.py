@@ -58,19 +58,22 @@ def test_what_only_the_log_can_tell_is_computed_again(tmp_path: Path) -> None:
     Views(log(), path).close()
     said = b'{"request":[],"reply":{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"run"}}]}}'
     with_tools = log()
-    with_tools.append_blocking(interaction("asks", messages=said))
+    with_tools.append_blocking(interaction("asks", messages=said), interaction("no parent", parent="gone", shared=1))
     views = Views(with_tools, path)
     views.catch_up()
     views.close()
     with duckdb.connect(str(path)) as con:  # as the version before had it
         con.execute("drop table tool_calls")
         con.execute("drop table tool_results")
+        con.execute("alter table interactions drop column is_broken")
         con.execute("update alembic_version set version_num = '0002'")
     with Book(with_tools, Views(with_tools, path)) as book:
         assert book.sql("select interaction_id, tool from tool_calls").to_pylist() == [
             {"interaction_id": "asks", "tool": "run"}
         ]
-        assert book.sql("select n_interactions from episodes").to_pylist() == [{"n_interactions": 2}]
+        assert book.sql("select n_interactions from episodes").to_pylist() == [{"n_interactions": 3}]
+        broken = "select interaction_id from interactions where is_broken"
+        assert book.sql(broken).to_pylist() == [{"interaction_id": "no parent"}]
 
 
 @pytest.mark.parametrize("revision", ["9999", "unknown"])

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollbook.store.placing import COMPACTS, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Places, place
+from rollbook.store.placing import COMPACTS, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Places, find_broken, place
 
 N_ABOVE = 2
 
@@ -90,3 +90,22 @@ def test_a_node_without_tokens_has_no_versions_and_takes_none_away() -> None:
     )  # fmt: skip
     assert places.path_version_min.tolist() == [NO_MIN, 4]
     assert places.path_version_max.tolist() == [NO_MAX, 4]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 9))
+def test_a_node_is_broken_where_a_walk_up_meets_tokens_that_nobody_has(data: st.DataObject, n: int) -> None:
+    parent = data.draw(st.lists(st.integers(-1, n + N_ABOVE - 1), min_size=n, max_size=n))
+    shared = data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n))
+    paths = data.draw(st.lists(st.integers(2, 6), min_size=n + N_ABOVE, max_size=n + N_ABOVE))
+    above = data.draw(st.lists(st.booleans(), min_size=N_ABOVE, max_size=N_ABOVE))
+
+    def is_broken(i: int, steps: int = 0) -> bool:
+        if i >= n:
+            return above[i - n]
+        if shared[i] == 0:
+            return False
+        return parent[i] < 0 or shared[i] > paths[parent[i]] or steps > n or is_broken(parent[i], steps + 1)
+
+    found = find_broken(np.array(parent), np.array(shared), np.array(paths), np.array(above))
+    assert found.tolist() == [is_broken(i) for i in range(n)]

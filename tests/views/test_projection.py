@@ -106,9 +106,11 @@ def events(draw: Any) -> Event:
             parent = draw(st.sampled_from([None, *NAMES]))
             edge = None if parent is None else draw(st.sampled_from(["extends", "rerendered", "compacts", "retries"]))
             n_output = draw(st.integers(0, 4))
+            shared = 0 if parent is None else draw(st.integers(0, 9))
             return interaction(
-                name, episode, parent=parent, edge=edge, n_output=n_output, version=draw(st.integers(0, 3)),
-                logprob=-0.25 * n_output, is_trainable=draw(st.booleans()), messages=draw(messages()), **common,
+                name, episode, parent=parent, edge=edge, shared=shared, n_output=n_output,
+                version=draw(st.integers(0, 3)), logprob=-0.25 * n_output,
+                is_trainable=draw(st.booleans()), messages=draw(messages()), **common,
             )  # fmt: skip
         case "reward":
             target = draw(st.sampled_from([None, name]))

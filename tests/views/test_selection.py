@@ -205,3 +205,52 @@ def test_a_wrong_type_is_one_sentence_that_names_the_field(given: dict[str, Any]
         Credit(gamma="1")  # type: ignore[arg-type]
     with pytest.raises(BadSelection, match="gamma must be a finite number, got nan"):
         Credit(gamma=float("nan"))
+
+
+@pytest.mark.parametrize("harm", ["lost", "too much", "circle", "elsewhere", "its parent"])
+def test_what_cannot_be_rebuilt_is_left_out(harm: str) -> None:
+    log = MemoryLog()
+    log.append_blocking(*episode("sound", None, 1.0, turns=2), event(RewardGiven(value=1.0), episode_id="harmed"))
+    book = Book(log)
+    how = {
+        "lost": [{"parent": "nobody", "shared": 1}],
+        "too much": [{"parent": "fine", "shared": 8}],
+        "circle": [{"parent": "h1", "shared": 1}, {"parent": "h0", "shared": 1}],
+        "elsewhere": [{"parent": "sound.0", "shared": 1}],
+        "its parent": [{"parent": "nobody", "shared": 1}, {"parent": "h0", "shared": 1}],
+    }[harm]
+    log.append_blocking(
+        event(EpisodeOpened(task_id="t"), episode_id="harmed"),
+        *(interaction(f"h{i}", "harmed", edge="rerendered", **each) for i, each in enumerate(how)),
+        event(EpisodeClosed(state="done"), episode_id="harmed"),
+    )
+    book.catch_up()
+    assert reasons(book) == {"harmed": "no_data"}
+    log.append_blocking(interaction("fine", "harmed"))
+    book.catch_up()
+    assert reasons(book) == {}
+    for rows, names in (
+        ("interactions", ["sound.0", "sound.1", "fine"]),
+        ("trajectories", ["sound.1", "fine"]),
+    ):
+        found = book.select(Selection(rows=rows, credit=Credit()))  # type: ignore[arg-type]
+        ids = found["leaf_id" if rows == "trajectories" else "interaction_id"].to_pylist()
+        assert sorted(ids) == sorted(names)
+        assert book.load(ids).row_ids == ids
+
+
+def test_what_was_broken_is_offered_once_its_parent_has_come() -> None:
+    log = MemoryLog()
+    log.append_blocking(
+        event(EpisodeOpened(task_id="t"), episode_id="e"),
+        event(EpisodeClosed(state="done"), episode_id="e"),
+        interaction("c", parent="b", edge="extends", shared=14),
+        interaction("b", parent="a", edge="extends", shared=7),
+    )
+    book = Book(log)
+    assert reasons(book) == {"e": "no_data"}
+    log.append_blocking(interaction("a"))
+    book.catch_up()
+    ids = book.select(Selection())["interaction_id"].to_pylist()
+    assert sorted(ids) == ["a", "b", "c"]
+    assert book.load(ids).n_tokens == 7 + 14 + 21

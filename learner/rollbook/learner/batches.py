@@ -286,8 +286,9 @@ def load_rows(
 ) -> Rows:
     """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
 
-    An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, or its request
-    was sent again and went on from there. Credits are computed where a scheme is given.
+    An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, its request
+    was sent again and went on from there, or its prompt cannot be rebuilt. Credits are computed where a scheme is
+    given.
     """
     by_episode = episode_ids is not None
     wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
@@ -299,7 +300,7 @@ def load_rows(
         from interactions i join episodes e using (episode_id) left join judged using (episode_id)
         where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
         {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
-        {"and not (i.is_leaf and i.is_retried)" if by_episode else ""}
+        {"and not (i.is_leaf and i.is_retried) and not i.is_broken" if by_episode else ""}
         """,
         {"ids": list(wanted)},
     )

@@ -32,7 +32,7 @@ class Canned:
 
 
 _RUN = "($run::varchar is null or run_id = $run)"
-_TRAINED = "is_trainable and capture = 'complete' and not (is_retried and is_leaf)"
+_TRAINED = "is_trainable and capture = 'complete' and not (is_retried and is_leaf) and not is_broken"
 
 _ALL = (
     Canned(

@@ -8,6 +8,7 @@ parents. A retry stands beside the node that it repeats, on what that one stands
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,33 @@ def place(
     )
 
 
+def find_broken(
+    parent: Index, n_shared: Index, n_path: Index, above: npt.NDArray[np.bool_] | None = None
+) -> npt.NDArray[np.bool_]:
+    """[N] Which nodes cannot be rebuilt: they share tokens of no node that is here, more than the path of their parent
+    has, or of a circle of parents, or share tokens of a node that cannot be rebuilt.
+
+    parent, n_shared: [N], as in `place`; n_path: [N + M] tokens of each node's prompt and output; above: [M] which of
+    the nodes above cannot be rebuilt.
+    """
+    n, own = len(parent), np.arange(len(n_path))
+    is_sharing = n_shared > 0
+    link = own.copy()
+    link[:n] = np.where(is_sharing & (parent >= 0), parent, own[:n])
+    is_broken = np.zeros(len(n_path), np.bool_)
+    if above is not None:
+        is_broken[n:] = above
+    is_broken[:n] = is_sharing & ((parent < 0) | (parent == own[:n]) | (n_shared > n_path[parent]))
+    if (link > own)[:n].any():  # parents come first, else look for circles; the nodes above are in none
+        jump = link
+        for _ in range(len(n_path).bit_length()):
+            jump = jump[jump]
+        is_broken |= link[jump] != jump
+    if not is_broken.any():
+        return is_broken[:n]
+    return _over(np.logical_or, np.where(is_broken, own, link), is_broken)[:n]
+
+
 def _ends(link: Index, *amounts: Index) -> tuple[Index, ...]:
     """Where each way along `link` ends (there it leads to itself), and the amounts on the way, the end's left out."""
     sums = [np.where(link == np.arange(len(link)), 0, amount) for amount in amounts]
@@ -109,7 +137,7 @@ def _ends(link: Index, *amounts: Index) -> tuple[Index, ...]:
     return link, *sums
 
 
-def _over(how: np.ufunc, link: Index, values: Index) -> Index:
+def _over(how: np.ufunc, link: Index, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`how` (minimum or maximum) over each way along `link`, its end with it."""
     while True:
         values = how(values, values[link])

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from duckdb_sqlalchemy import Dialect
 from sqlalchemy.schema import CreateTable
 
-PROJECTION = "0003"
+PROJECTION = "0004"
 """The revision of these tables; the newest file in `migrations/versions`."""
 
 metadata = sa.MetaData()
@@ -167,6 +167,7 @@ interactions = sa.Table(
     _event("event_id", "of InteractionRecorded"),
     _flag("is_leaf", "no node extends it: the end of a trajectory"),
     _flag("is_retried", "a later request repeated it; with is_leaf: an orphan, out of training by default"),
+    _flag("is_broken", "it shares tokens that no parent in its episode has, so its prompt cannot be rebuilt"),
     _text("start_id", "first node of its trajectory"),
     _int("path_n", "nodes from there to here"),
     _long("path_output", "sampled tokens from there to here"),

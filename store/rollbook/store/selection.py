@@ -6,7 +6,7 @@ chosen or left out for one reason, the first that holds:
     open          it has not ended
     state         it ended in a state that was not asked for
     taken         a batch took it already
-    no_data       nothing of it can be trained on
+    no_data       nothing of it can be trained on: not meant for it, repeated later, or its prompt cannot be rebuilt
     stale         its oldest token is too old, or outside the versions asked for
     no_reward     it has no reward under that name or expression
     filtered      the filter expression is not true of it
@@ -265,6 +265,7 @@ def select_query(selection: Selection) -> str:
     kept = ["i.episode_id in (select episode_id from chosen)"]
     if selection.is_trainable:
         kept += ["i.is_trainable", "i.capture = 'complete'", "i.n_output > 0", "not (i.is_retried and i.is_leaf)"]
+        kept.append("not i.is_broken")
     elif selection.is_trainable is not None:
         kept.append("not i.is_trainable")
     if selection.edges is not None:

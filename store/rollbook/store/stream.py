@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from .errors import LogCorrupt, PayloadPruned
 from .events import Float32s, Int32s
 from .log import Log, TokenPlaces
+from .placing import find_broken
 from .tree import shared_prefix
 
 Bools = npt.NDArray[np.bool_]
@@ -371,7 +372,7 @@ class Nodes:
             n_output=n_output,
             addresses=addresses,
             is_pruned=is_pruned,
-            is_broken=_broken(parent, n_shared, n_prompt + n_output),
+            is_broken=find_broken(parent, n_shared, n_prompt + n_output),
             held=held,
         )
 
@@ -612,24 +613,6 @@ class Nodes:
         if gone.any():
             name = self.interaction_ids[int(node[np.flatnonzero(gone)[0]])]
             raise PayloadPruned(f"the tokens of {name} were pruned; its facts are in the tables, its tokens are gone")
-
-
-def _broken(parent: Longs, n_shared: Longs, n_path: Longs) -> Bools:
-    """[N] Which nodes share tokens of no node that is here, more than the path of their parent has, or of a circle of
-    parents; and all that share tokens of these."""
-    is_sharing = n_shared > 0
-    is_broken: Bools = is_sharing & ((parent < 0) | (n_shared > n_path[parent]))
-    if (is_sharing & (parent >= np.arange(len(parent)))).any():  # parents come first, else look for circles
-        up = np.append(np.where(is_sharing, parent, -1), -1)
-        for _ in range(len(parent).bit_length()):
-            up = up[up]
-        is_broken |= up[:-1] >= 0  # whoever has not come to an end after so many steps
-    while is_broken.any():
-        further = is_broken | (is_sharing & is_broken[parent] & (parent >= 0))
-        if np.array_equal(further, is_broken):
-            break
-        is_broken = further
-    return is_broken
 
 
 def _array(column: pa.ChunkedArray) -> pa.Array:

@@ -34,7 +34,7 @@ from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, StoreErr
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
-from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, place
+from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, find_broken, place
 from .sandbox import Guest, Sandbox
 from .schema import PROJECTION, create_statements, metadata, view_statements
 from .tools import ANSWERS, MARK, read_tools
@@ -415,7 +415,7 @@ def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
 
 PLACE_COLUMNS = (
     "node", "up_node", "up_id", "up_edge", "depth", "top_id", "root_id", "start_id", "path_n", "path_output",
-    "path_version_min", "path_version_max",
+    "path_version_min", "path_version_max", "is_broken",
 )  # fmt: skip
 
 _FIELD_OF = {"n_prompt": "prompt_length", "n_shared": "shared"}
@@ -623,6 +623,9 @@ class _Projection:
                 "parent_id": rows["parent_id"],
                 "edge": rows["edge"],
                 "node": pa.array(np.arange(self.next_node, self.next_node + len(ids))),
+                "episode_id": rows["episode_id"],
+                "n_prompt": rows["prompt_length"],
+                "n_shared": rows["shared"],
                 "n_output": pa.array(lists.lengths("versions", at)),
                 "version_min": lists.reduce(np.minimum, "versions", at, np.int32),
                 "version_max": lists.reduce(np.maximum, "versions", at, np.int32),
@@ -800,8 +803,8 @@ class _Projection:
         """Rows of `interactions`, as far as placing others takes them, by a query for their ids."""
         with self._staged(**tables):
             return self._con.sql(f"""
-                select interaction_id, parent_id, edge, n_output, version_min, version_max,
-                  {", ".join(PLACE_COLUMNS)}, is_leaf, is_retried, recorded_at, event_id
+                select interaction_id, parent_id, episode_id, edge, n_prompt, n_shared, n_output, version_min,
+                  version_max, {", ".join(PLACE_COLUMNS)}, is_leaf, is_retried, recorded_at, event_id
                 from interactions where interaction_id in ({ids})
             """).to_arrow_table()
 
@@ -904,7 +907,8 @@ class _Projection:
                     with d as (select episode_id from _touched),
                     i as (
                         select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
-                          version_max, is_trainable and not (is_retried and is_leaf) as is_trained, origin_id
+                          version_max, is_trainable and not (is_retried and is_leaf) and not is_broken as is_trained,
+                          origin_id
                         from interactions where episode_id in (select episode_id from d)
                     ),
                     n as (
@@ -974,6 +978,15 @@ def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index
             path_version_max=_filled(above["path_version_max"], NO_MAX),
         ),
     )
+    # Whoever reads an episode has no others: what shares tokens of one of theirs cannot be rebuilt.
+    episode, episode_above = (_numbers(rows["episode_id"], nodes["episode_id"].unique()) for rows in (nodes, above))
+    is_own = np.concatenate([episode, episode_above])[parent] == episode
+    is_broken = find_broken(
+        np.where(is_own, parent, -1),
+        _filled(nodes["n_shared"], 0),
+        np.concatenate([_filled(rows["n_prompt"], 0) + _filled(rows["n_output"], 0) for rows in (nodes, above)]),
+        above["is_broken"].to_numpy(),
+    )
     number = np.concatenate([_filled(nodes["node"], -1), _filled(above["node"], -1)])
     names = pa.concat_arrays([pool, *(above[name].combine_chunks() for name in ("top_id", "root_id", "start_id"))])
     is_top = places.up < 0
@@ -991,6 +1004,7 @@ def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index
         "path_output": pa.array(places.path_output),
         "path_version_min": pa.array(places.path_version_min, mask=places.path_version_min == NO_MIN),
         "path_version_max": pa.array(places.path_version_max, mask=places.path_version_max == NO_MAX),
+        "is_broken": pa.array(is_broken),
     }
     return columns, parent
 
