@@ -8,7 +8,8 @@ import pytest
 
 from rollbook.agents.errors import WorkflowError
 from rollbook.app.cli import main
-from rollbook.app.rereward import Outcome, Pace, difference, judge_episodes, judge_of, reward_by_function, reward_by_sql
+from rollbook.app.judging import Pace, judge_episodes, judge_of
+from rollbook.app.rereward import Outcome, difference, reward_by_function, reward_by_sql
 from rollbook.store import BadSelection, EpisodeClosed, EpisodeOpened, Event, RewardGiven, open_book
 
 JUDGES = """

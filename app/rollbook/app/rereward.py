@@ -6,47 +6,36 @@ with the function's id and the hash of its source, so that versions stand side b
 Doing it again judges only what this very function has not judged yet; what it failed on is recorded and tried again.
 """
 
-import asyncio
 import hashlib
-import importlib.util
-import inspect
-import math
 import os
-import signal
+import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any
 
 import duckdb
 
-from rollbook.agents.errors import WorkflowError, describe
-from rollbook.agents.workflow import load
+from rollbook.agents.errors import WorkflowError
 from rollbook.store import BadSelection, Book, Event, InteractionFailed, QueryRefused, RewardGiven, open_book
-from rollbook.store.book import open_log
 from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
-from rollbook.store.episodes import Episode, EpisodeRows
+from rollbook.store.episodes import EpisodeRows
 from rollbook.store.expressions import literal, parse
-from rollbook.store.log import Log
-from rollbook.store.stream import Payloads
 
-CHUNK = 64
-"""Episodes that a process reads and judges at a time."""
+from .judging import Judged, Pace, is_async, judge_of
 
 ROWS_OF = 1024
 """Episodes whose rows are asked for with one query per table."""
 
-Judge = Callable[[Any], Any]  # an Episode, or a list of them
-Judged = tuple[str, dict[str | None, float], str | None]
-"""Episode id, value by interaction id (None: the episode itself), why it failed."""
+_AHEAD = 2  # chunks that a process has, one of them to go on with while we append what it said of the other
+
+_BEGIN = (
+    "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
+    "sys.path[:] = connection.recv(); from rollbook.app.judging import serve; serve(connection)"
+)
 
 
 @dataclass
@@ -60,191 +49,33 @@ class Outcome:
     n_skipped: int = 0  # judged by this very function before
 
 
-def judge_of(function: str) -> tuple[Judge, str]:
-    """The function that `file.py:name` or `module:name` means, and its id: name@hash of its source."""
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
-        path = Path(where)
-        if not path.is_file():
-            raise WorkflowError(f"there is no file {path}; give FILE.py:FUNCTION or MODULE:FUNCTION")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # whatever the file's own code raises
-            raise WorkflowError(f"importing {path} failed: {describe(error)}") from error
-        judge = getattr(module, name, None)
-        if judge is None:
-            raise WorkflowError(f"{path} has no function {name!r}")
-    else:
-        judge = load(function, "judge")
-    if not callable(judge):
-        raise WorkflowError(f"{function} is a {type(judge).__name__}; expected a function that takes an episode")
-    try:
-        text = inspect.getsource(judge)
-    except (OSError, TypeError):
-        text = repr(judge)
-    module_name = Path(where).stem if where.endswith(".py") else where
-    return judge, f"{module_name}:{name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+class _Process:
+    """One that judges. It starts anew, not forked (we have threads), and does not import our main program."""
 
+    def __init__(self, book_path: str, function: str, pace: Pace) -> None:
+        self.n_asked = 0
+        self.connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BEGIN, str(theirs.fileno())], pass_fds=[theirs.fileno()], process_group=0
+            )
+        self.connection.send(sys.path)
+        self.connection.send((book_path, function, pace))
 
-@dataclass(frozen=True)
-class Pace:
-    """How judgements are made. What is not finite does not limit."""
+    def ask(self, rows: EpisodeRows) -> None:
+        self.connection.send(rows)
+        self.n_asked += 1
 
-    timeout_s: float | None = None  # of one try, sync or async
-    retries: int = 0  # more tries for a judgement that fails
-    concurrency: int = 8  # async judgements at once, per process
-    rate_per_s: float | None = None  # tries that begin per second, in all processes together
-    batch: int | None = None  # the function takes lists of so many episodes and returns as many values
-    processes: int = 1
+    def answer(self) -> list[Judged]:
+        found: list[Judged] | Exception = self.connection.recv()
+        self.n_asked -= 1
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def __post_init__(self) -> None:
-        for name in ("timeout_s", "rate_per_s", "batch", "concurrency", "processes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise BadSelection(f"{name} must be more than 0, got {value}")
-
-    @property
-    def chunk(self) -> int:
-        """Episodes that a process reads and judges at a time: enough to keep it busy, few enough to lose to a kill."""
-        if self.rate_per_s is not None:
-            return max(self.concurrency, self.batch or 1, 4)
-        return max(CHUNK, 4 * self.concurrency, self.batch or 1)
-
-
-class _Slots:
-    """When the next try may begin, in this process's share of the rate."""
-
-    def __init__(self, pace: Pace) -> None:
-        self._every_s = 0.0 if pace.rate_per_s is None else pace.processes / pace.rate_per_s
-        self._next = time.monotonic()
-
-    def wait_s(self) -> float:
-        """Take the next slot; how long it is till then."""
-        now = time.monotonic()
-        self._next = max(self._next, now) + self._every_s
-        return self._next - self._every_s - now
-
-
-def judge_episodes(judge: Judge, episodes: Sequence[Episode], pace: Pace, slots: _Slots | None = None) -> list[Judged]:
-    """Whatever the function raises is that episode's (or that list's) failure, after `retries` more tries."""
-    slots = slots or _Slots(pace)
-    size = pace.batch or 1
-    pieces = [list(episodes[at : at + size]) for at in range(0, len(episodes), size)]
-    if _is_async(judge):
-        judged = asyncio.run(_judge_async(judge, pieces, pace, slots))
-    else:
-        judged = [_judge_piece(judge, piece, pace, slots) for piece in pieces]
-    return [one for piece in judged for one in piece]
-
-
-def _is_async(judge: Judge) -> bool:
-    return inspect.iscoroutinefunction(judge) or inspect.iscoroutinefunction(getattr(judge, "__call__", None))  # noqa: B004
-
-
-def _judge_piece(judge: Judge, piece: list[Episode], pace: Pace, slots: _Slots) -> list[Judged]:
-    reason = ""
-    for attempt in range(pace.retries + 1):
-        time.sleep(_backoff_s(attempt) + slots.wait_s())
-        try:
-            with _alarm(pace.timeout_s):
-                value = judge(piece if pace.batch else piece[0])
-                if inspect.isawaitable(value):
-                    value = asyncio.run(_in_time(value, pace.timeout_s))
-            return _judgements(value, piece, pace)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-    return [(episode.episode_id, {}, reason) for episode in piece]
-
-
-async def _judge_async(judge: Judge, pieces: list[list[Episode]], pace: Pace, slots: _Slots) -> list[list[Judged]]:
-    free = asyncio.Semaphore(pace.concurrency)
-
-    async def one(piece: list[Episode]) -> list[Judged]:
-        reason = ""
-        async with free:
-            for attempt in range(pace.retries + 1):
-                await asyncio.sleep(_backoff_s(attempt) + slots.wait_s())
-                try:
-                    value = await _in_time(judge(piece if pace.batch else piece[0]), pace.timeout_s)
-                    return _judgements(value, piece, pace)
-                except Exception as error:
-                    reason = f"{type(error).__name__}: {error}"
-        return [(episode.episode_id, {}, reason) for episode in piece]
-
-    return await asyncio.gather(*(one(piece) for piece in pieces))
-
-
-def _backoff_s(attempt: int) -> float:
-    return min(30.0, 0.5 * 2**attempt) if attempt else 0.0
-
-
-def _judgements(value: Any, piece: list[Episode], pace: Pace) -> list[Judged]:
-    if pace.batch is None:
-        return [(piece[0].episode_id, _values(value, piece[0]), None)]
-    values = list(value)
-    if len(values) != len(piece):
-        raise ValueError(f"expected {len(piece)} values for a list of {len(piece)} episodes, got {len(values)}")
-    return [(one.episode_id, _values(own, one), None) for own, one in zip(values, piece, strict=True)]
-
-
-@contextmanager
-def _alarm(timeout_s: float | None) -> Iterator[None]:
-    """Raises TimeoutError in Python code that takes longer. Workers judge in their main thread, which gets signals."""
-    if timeout_s is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(signum: int, frame: Any) -> None:
-        raise TimeoutError(f"took longer than {timeout_s:g} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-async def _in_time(value: Any, timeout_s: float | None) -> Any:
-    return await asyncio.wait_for(value, timeout_s)
-
-
-def _values(value: Any, episode: Episode) -> dict[str | None, float]:
-    if value is None:
-        return {}
-    pairs: dict[str | None, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
-    known = {one.interaction_id for one in episode.interactions} if isinstance(value, Mapping) else set()
-    for target, number in pairs.items():
-        if target is not None and target not in known:
-            raise ValueError(f"a reward for {target!r}, which is no interaction of the episode")
-        if isinstance(number, str) or not math.isfinite(float(number)):
-            raise ValueError(f"expected a finite number, {{interaction_id: number}} or None, got {number!r}")
-    return {target: float(number) for target, number in pairs.items()}
-
-
-_worker: tuple[Log, Payloads, Judge, Pace, _Slots] | None = None
-
-
-def _start_worker(book_path: str, function: str, pace: Pace, env: Mapping[str, str]) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that appends; it ends us
-    for name in os.environ.keys() - env.keys():
-        del os.environ[name]
-    os.environ.update(env)  # the process that we were forked from may have older ones
-    log = open_log(book_path)
-    _worker = log, Payloads(log), judge_of(function)[0], pace, _Slots(pace)
-
-
-def _judge_chunk(rows: EpisodeRows) -> list[Judged]:
-    assert _worker is not None
-    log, payloads, judge, pace, slots = _worker
-    return judge_episodes(judge, rows.read(log, payloads), pace, slots)
+    def close(self) -> None:
+        self.connection.close()  # which ends it
+        self._process.wait()
 
 
 class _Judges:
@@ -253,48 +84,35 @@ class _Judges:
     def __init__(self, book_path: str, function: str, pace: Pace) -> None:
         self._function = function
         self._pace = pace
-        # Forked from a process that has imported everything once and does nothing else: not from this one, which has
-        # threads, and not each with an import of its own, a second of CPU.
-        context = get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pool = ProcessPoolExecutor(
-            pace.processes, context, _start_worker, (book_path, function, pace, dict(os.environ))
-        )
-        self._starting = threading.Thread(target=self._start, daemon=True)
-        self._starting.start()
-
-    def _start(self) -> None:
-        for _ in range(self._pace.processes):
-            self._pool.submit(int)
+        self._processes = [_Process(book_path, function, pace) for _ in range(pace.processes)]
 
     def __enter__(self) -> "_Judges":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._starting.join()
-        self._pool.shutdown()
+        for process in self._processes:
+            process.close()
 
     def judge(self, book: Book, ids: Sequence[str]) -> Iterator[list[Judged]]:
-        """Judgements as they come, of one chunk or of several that were ready together.
-
-        Raises WorkflowError when a process dies.
-        """
+        """Judgements as they come, of a chunk at a time. Raises WorkflowError when a process dies."""
         # Of few episodes each process gets some; a chunk keeps as many async judgements going as are allowed.
         pace = self._pace
-        least = max(pace.concurrency if _is_async(judge_of(self._function)[0]) else 1, pace.batch or 1)
+        least = max(pace.concurrency if is_async(judge_of(self._function)[0]) else 1, pace.batch or 1)
         size = max(least, min(pace.chunk, len(ids) // (4 * pace.processes)))
         chunks = _chunks(book, ids, size)
-        running: set[Future[list[Judged]]] = set()
+        at = {process.connection: process for process in self._processes}
         try:
-            self._starting.join()
             while True:
-                while len(running) < 2 * pace.processes and (chunk := next(chunks, None)) is not None:
-                    running.add(self._pool.submit(_judge_chunk, chunk))
-                if not running:
+                for n in range(_AHEAD):
+                    for process in self._processes:
+                        if process.n_asked <= n and (chunk := next(chunks, None)) is not None:
+                            process.ask(chunk)
+                asked = [process.connection for process in self._processes if process.n_asked]
+                if not asked:
                     return
-                finished, running = wait(running, return_when=FIRST_COMPLETED)
-                yield [one for future in finished for one in future.result()]
-        except BrokenProcessPool as error:
+                for connection in wait(asked):
+                    yield at[connection].answer()
+        except (EOFError, ConnectionError) as error:
             raise WorkflowError(
                 f"a process that judged by {self._function} died, not by an exception (killed? out of memory?); "
                 "what was judged is in the book, and the same command judges the rest"

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
-from .directory import DirectoryLog, read_manifest
+from .directory import open_log
 from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
 from .events import Event, RewardGiven
@@ -292,15 +292,6 @@ class Book:
         """Give files and locks back. Twice is once."""
         self.views.close()
         self.log.close()
-
-
-def open_log(path: str | os.PathLike[str], writer: str | None = None) -> Log:
-    """The log of the book at a path: its own folder, or the lake that its book.json names. Raises as `open_book`."""
-    if (Path(path) / "book.json").exists() and "lake" in read_manifest(Path(path)):
-        from .lake import LakeLog
-
-        return LakeLog(path, writer)
-    return DirectoryLog(path, writer)
 
 
 def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:

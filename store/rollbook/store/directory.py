@@ -38,7 +38,7 @@ from ._version import __version__
 from .appending import WRITER_NAME, Appending, Numbering, Request, answer
 from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
 from .events import SCHEMA
-from .log import START, Cursor, TokenPlaces, advance
+from .log import START, Cursor, Log, TokenPlaces, advance
 from .sealing import SealingStopped, seal, sync_folder
 from .segments import SYNCED, Chain, Sealed, Segment, encode_said, fdatasync, log_name
 
@@ -651,3 +651,12 @@ def _share(waiting: "deque[Request]", synced: list[Request]) -> list[Request]:
         if not taken[-1].rows:  # from `seal`
             break
     return taken
+
+
+def open_log(path: str | os.PathLike[str], writer: str | None = None) -> Log:
+    """The log of the book at a path: its own folder, or the lake that its book.json names. Raises as `open_book`."""
+    if (Path(path) / "book.json").exists() and "lake" in read_manifest(Path(path)):
+        from .lake import LakeLog
+
+        return LakeLog(path, writer)
+    return DirectoryLog(path, writer)
