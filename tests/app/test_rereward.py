@@ -26,6 +26,17 @@ def picky(episode):
 
 def wrong(episode):
     return float("nan")
+
+def own_loop(episode):
+    import asyncio
+    return asyncio.run(late(episode))
+
+def returns_a_coroutine(episode):
+    return late(episode)
+
+def tells_imports(episode):
+    import sys
+    return float(any(name in sys.modules for name in ("duckdb", "sqlalchemy", "rollbook.app.cli", "litestar")))
 """
 
 
@@ -52,6 +63,19 @@ def rewards(book_path: str, name: str) -> dict[str, float]:
 
 def judged(outcome: Outcome) -> tuple[int, int, int, int]:
     return outcome.n_judged, outcome.n_failed, outcome.n_no_opinion, outcome.n_skipped
+
+
+@pytest.mark.parametrize("name", ["own_loop", "returns_a_coroutine"])
+def test_a_plain_function_may_start_an_event_loop_or_leave_it_to_us(book_path: str, tmp_path: Path, name: str) -> None:
+    reward_by_function(book_path, f"{tmp_path}/my_rewards.py:{name}", name="v2", processes=1, timeout_s=5)
+    assert rewards(book_path, "v2") == {"ep_0": 1.0, "ep_1": 1.0, "ep_2": 1.0}
+
+
+def test_a_process_that_judges_imports_neither_the_database_nor_the_command_line(
+    book_path: str, tmp_path: Path
+) -> None:
+    reward_by_function(book_path, f"{tmp_path}/my_rewards.py:tells_imports", name="heavy", processes=1)
+    assert rewards(book_path, "heavy") == {"ep_0": 0.0, "ep_1": 0.0, "ep_2": 0.0}
 
 
 def test_a_function_judges_ended_episodes_and_the_old_reward_stays(book_path: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ processes. `rereward.py` asks the tables, hands episodes out, and appends what c
 """
 
 import asyncio
+import gc
 import hashlib
 import importlib.util
 import inspect
@@ -231,6 +232,7 @@ def serve(connection: Connection) -> None:
     log = open_log(book_path)
     payloads, judge, slots = Payloads(log), judge_of(function)[0], _Slots(pace)
     waiting: SimpleQueue[EpisodeRows] = SimpleQueue()
+    gc.freeze()  # what was imported stays, and need not be looked through again
     threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
     while True:
         rows = waiting.get()

@@ -27,10 +27,10 @@ from rollbook.store.expressions import literal, parse
 
 from .judging import Judged, Pace, is_async, judge_of
 
-ROWS_OF = 1024
-"""Episodes whose rows are asked for with one query per table."""
+ROWS_OF = 4096
+"""Episodes whose rows are asked for with one query per table, at most; some 10 MB."""
 
-_AHEAD = 2  # chunks that a process has, one of them to go on with while we append what it said of the other
+_AHEAD = 4  # chunks that a process has; all but one to go on with while we ask the tables and append
 
 _BEGIN = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
@@ -100,18 +100,19 @@ class _Judges:
         least = max(pace.concurrency if is_async(judge_of(self._function)[0]) else 1, pace.batch or 1)
         size = max(least, min(pace.chunk, len(ids) // (4 * pace.processes)))
         chunks = _chunks(book, ids, size)
-        at = {process.connection: process for process in self._processes}
         try:
             while True:
                 for n in range(_AHEAD):
                     for process in self._processes:
                         if process.n_asked <= n and (chunk := next(chunks, None)) is not None:
                             process.ask(chunk)
-                asked = [process.connection for process in self._processes if process.n_asked]
+                asked = [process for process in self._processes if process.n_asked]
                 if not asked:
                     return
-                for connection in wait(asked):
-                    yield at[connection].answer()
+                ready = wait([process.connection for process in asked])
+                for process in asked:
+                    if process.connection in ready:
+                        yield process.answer()
         except (EOFError, ConnectionError) as error:
             raise WorkflowError(
                 f"a process that judged by {self._function} died, not by an exception (killed? out of memory?); "
@@ -120,12 +121,13 @@ class _Judges:
 
 
 def _chunks(book: Book, ids: Sequence[str], size: int) -> Iterator[EpisodeRows]:
-    """The rows of `size` episodes at a time; the tables are asked for many at once."""
-    at_once = size * max(1, ROWS_OF // size)
-    for at in range(0, len(ids), at_once):
-        rows = book.episode_rows(ids[at : at + at_once])
+    """The rows of `size` episodes at a time; the tables are asked for many at once, the first time for few."""
+    at, n = 0, 4 * size
+    while at < len(ids):
+        rows = book.episode_rows(ids[at : at + n])
         for start in range(0, len(rows.ids), size):
             yield rows.slice(start, start + size)
+        at, n = at + n, max(n, min(4 * n, ROWS_OF // size * size))
 
 
 def reward_by_function(
