@@ -1,6 +1,8 @@
 """The same folder gives the same ids and the same text here and in transformers."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,18 @@ def test_what_is_missing_is_named(tmp_path):
 
 def test_our_templates_are_read():
     assert [f.stem for f in TEMPLATES.iterdir()] == ["chatml_tools"]
+
+
+def test_a_long_text_stops_no_other_thread():
+    tokenizer = Tokenizer.load("bytes")
+    text = "x" * 1_000_000
+    stalls, last = [], time.monotonic()
+    working = threading.Thread(target=tokenizer.encode, args=(text,))
+    working.start()
+    while working.is_alive():
+        time.sleep(0.005)
+        now = time.monotonic()
+        stalls.append(now - last)
+        last = now
+    assert max(stalls) < 0.5 * sum(stalls)
+    assert tokenizer.encode(text).tolist() == tokenizer.encode("x").tolist() * 1_000_000

@@ -11,9 +11,9 @@ def test_the_claude_agent_sdk_is_recorded_call_by_call_and_rewarded() -> None:
     assert sorted(map(str, result["edges"])) == ["None"] * 2 + ["extends"] * 4
 
 
-def test_the_title_call_is_beside_the_conversation_and_the_changing_header_does_not_cut_it() -> None:
-    """Each call has `x-anthropic-billing-header: cc_version=...` in its system prompt; the end of it is another each
-    time. The title is asked for first, so the reward must not go by what came first."""
+def test_the_title_call_is_beside_the_conversation_which_the_changing_header_does_not_cut() -> None:
+    """`x-anthropic-billing-header: cc_version=...` in the system prompt ends in another way for each first message. The
+    title is asked for first, so the reward must not go by what came first."""
     result = run_example("claude_titled.MathAgent", "claude_titled")
     assert result["episodes"] == [["done", None, 1.0, 4]] * 2
     assert result["is_whole"]

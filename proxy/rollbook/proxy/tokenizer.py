@@ -28,6 +28,9 @@ from rollbook.store.events import Int32s
 
 from .errors import BadRequest
 
+_LONG = 50_000
+"""Characters of a text whose tokenisation others would notice."""
+
 _NO_LIMIT = 10**9
 """transformers writes int(1e30) where a tokenizer knows no length."""
 
@@ -105,6 +108,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> Int32s:
         """int32 [n]; nothing is added at either end, special tokens written out in the text become their ids."""
+        if len(text) > _LONG:
+            # The only way that lets other threads run meanwhile.
+            return np.asarray(self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         if self._words is not None:
             return np.array(self._words.encode(text), np.int32)
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
