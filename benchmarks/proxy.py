@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -145,7 +146,7 @@ class FakeEngine(asyncio.Protocol):
             if out is None:
                 status, out = b"400 Bad Request", b"{}"
         elif path.endswith(b"/chat/completions"):
-            out = self.events.get((len(body) % VARIANTS, 0)) or self._kept((len(body) % VARIANTS, 0))
+            out = self.events[len(body) % VARIANTS, 0]
         elif path == b"/asked":
             out = msgspec.json.encode(list(self.asked.items()))
         elif path == b"/v1/models":
@@ -183,24 +184,24 @@ class FakeEngine(asyncio.Protocol):
             return b"data: %b\n\ndata: [DONE]\n\n" % msgspec.json.encode({"choices": [choice]})
         self.asked[xxh3_64_intdigest(ids)] = n_ids  # 32 bits would be too few for 100,000
         step = max(1, sampling.get("stream_interval") or 1)
-        return self.events.get((n_ids % VARIANTS, step)) or self._kept((n_ids % VARIANTS, step))
+        return self.events[n_ids % VARIANTS, step]
 
-    def _kept(self, key: tuple[int, int]) -> bytes:
-        variant, step = key
-        if step:
-            ends = [*range(1, OUTPUT, step), OUTPUT]  # the first token goes at once, as vLLM sends it
-            parts = [self.answers.generated(variant, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-            made = b"".join(parts) + b"data: [DONE]\n\n"
-        else:
-            made = self.answers.chat(variant)
-        self.events[key] = made
-        return made
+    @classmethod
+    def made(cls, variant: int, step: int) -> bytes:
+        """An answer in events of `step` tokens; 0: as chat."""
+        if not step:
+            return cls.answers.chat(variant)
+        ends = [*range(1, OUTPUT, step), OUTPUT]  # the first token goes at once, as vLLM sends it
+        parts = [cls.answers.generated(variant, a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return b"".join(parts) + b"data: [DONE]\n\n"
 
 
 def run_engine(tokenizer: str, pace_s: float) -> None:
     """The fake engine as a program."""
     FakeEngine.answers = Answers(tokenizer)
     FakeEngine.pace_s = pace_s
+    for key in itertools.product(range(VARIANTS), (0, 1, 64)):  # none is made while somebody waits for it
+        FakeEngine.events[key] = FakeEngine.made(*key)
 
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(FakeEngine, "127.0.0.1", 0, backlog=512)
@@ -491,8 +492,12 @@ def pss_mb(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def undisturbed(subject: int, others: list[int]) -> Iterator[None]:
-    """The subject has the last core for itself, the others the first; what else the machine does waits, if it may."""
+def undisturbed(subject: int, others: list[int], *, is_real_time: bool = True) -> Iterator[None]:
+    """The subject has the last core for itself, the others the first; what else the machine does waits, if it may.
+
+    is_real_time: how others are made to wait. It makes stalls of its own: all threads of the subject take turns of
+    100 ms, those that had put themselves behind the rest as well, and none of them runs for 50 ms of a full second.
+    """
     cores = sorted(os.sched_getaffinity(0))
     places = dict.fromkeys(tree_of(subject), cores[-1:]) | {pid: cores[:1] for pid in others if pid != subject}
     threads = [(int(t), where) for pid, where in places.items() for t in os.listdir(f"/proc/{pid}/task")]
@@ -500,7 +505,8 @@ def undisturbed(subject: int, others: list[int]) -> Iterator[None]:
         for thread, where in threads:
             with contextlib.suppress(OSError):  # it has ended; or priorities are not ours to give
                 os.sched_setaffinity(thread, where)
-                os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
+                if is_real_time:
+                    os.sched_setscheduler(thread, os.SCHED_RR, os.sched_param(1))
         yield
     finally:
         for thread, _ in threads:
@@ -544,10 +550,10 @@ class Subject:
     def pid(self) -> int:
         return self._process.pid
 
-    def load(self, connections: int, **how: Any) -> tuple[Burst, float]:
-        """A burst of load, and the CPU seconds that it took."""
+    def load(self, connections: int, *, is_real_time: bool = True, **how: Any) -> tuple[Burst, float]:
+        """A burst of load, and the CPU seconds that it took. is_real_time: see `undisturbed`."""
         work = converse(self.url, connections, with_sessions=self.has_sessions, path=self.path, **how)
-        with undisturbed(self.pid, others=[os.getpid(), *self.helpers]):
+        with undisturbed(self.pid, [os.getpid(), *self.helpers], is_real_time=is_real_time):
             before = cpu_seconds(self.pid)
             burst = uvloop.run(work)
             return burst, cpu_seconds(self.pid) - before
@@ -795,7 +801,8 @@ class Bench:
             replies: list[tuple[str, str, str]] = []
             costs, memory, stalls, n = [], pss_mb(ours.pid), [], 0
             while n < given.grow:
-                burst, cpu = ours.load(given.connections, calls=min(given.grow - n, 5000), seed=n + 1)
+                calls = min(given.grow - n, 5000)
+                burst, cpu = ours.load(given.connections, calls=calls, seed=n + 1, is_real_time=False)
                 n += burst.n
                 ended = sorted(burst.ended)
                 stalls.append(1e3 * max(b - a for a, b in zip(ended, ended[1:], strict=False)))  # noqa: RUF007

@@ -116,7 +116,9 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     ) as process:
         assert process.stdout is not None
         try:
-            yield Victim(process, process.stdout.readline().strip())
+            found = Victim(process, process.stdout.readline().strip())
+            with contextlib.closing(found.http):
+                yield found
         finally:
             assert process.stdin is not None
             process.stdin.close()

@@ -333,6 +333,10 @@ class DirectoryLog(Appending):
         is_open = True
         while is_open or waiting:
             is_open = self._drain(waiting, may_block=not synced and not waiting) and is_open
+            if not waiting:  # nothing to lay out before
+                answer(synced)
+                synced = []
+                continue
             requests = _share(waiting, synced)
             try:
                 commit = self._lay_out(requests)

@@ -6,7 +6,6 @@ scratch file or both files; the next sealing of that segment begins again.
 """
 
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 
 from .errors import LogCorrupt
 from .events import SCHEMA
+from .frames import crc32
 from .segments import SEALED_CRC, SEALED_IDS, Sealed, Segment, sealed_name
 
 ROW_GROUP_BYTES = 4 << 20
@@ -88,21 +88,21 @@ def content_crc(table: pa.Table, crc: int = 0) -> int:
     """A checksum of what the rows say, whatever file or encoding they came from. Continues `crc`."""
     for column in table.combine_chunks().columns:
         array = pa.concat_arrays(column.chunks)
-        crc = zlib.crc32(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes(), crc)
+        crc = crc32(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)).tobytes(), crc)
         array = array.drop_null()
         if pa.types.is_list(array.type):
-            crc = zlib.crc32(pc.list_value_length(array).to_numpy(), crc)
+            crc = crc32(pc.list_value_length(array).to_numpy(), crc)
             array = pc.list_flatten(array)
         elif pa.types.is_string(array.type):
-            crc = zlib.crc32(pc.binary_length(array).to_numpy(), crc)
+            crc = crc32(pc.binary_length(array).to_numpy(), crc)
             offsets = np.frombuffer(array.buffers()[1], np.int32)[array.offset :]
             data = array.buffers()[2]
             if len(array) and data is not None:
-                crc = zlib.crc32(data.slice(int(offsets[0]), int(offsets[len(array)] - offsets[0])), crc)
+                crc = crc32(data.slice(int(offsets[0]), int(offsets[len(array)] - offsets[0])), crc)
             continue
         width = array.type.byte_width
         if len(array):
-            crc = zlib.crc32(array.buffers()[1].slice(array.offset * width, len(array) * width), crc)
+            crc = crc32(array.buffers()[1].slice(array.offset * width, len(array) * width), crc)
     return crc
 
 
