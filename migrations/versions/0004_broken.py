@@ -4,19 +4,19 @@ Revision ID: 0004
 Revises: 0003
 """
 
-import sqlalchemy as sa
 from alembic import op
 
 revision = "0004"
 down_revision = "0003"
 
 OLDER = (
-    "cursors", "events", "runs", "policies", "episodes", "interactions", "rewards", "batches", "batch_rows", "scored",
+    "cursors", "events", "runs", "policies", "episodes", "rewards", "batches", "batch_rows", "scored",
     "failures", "tool_calls", "tool_results",
 )  # fmt: skip
 
 
 def upgrade() -> None:
-    op.add_column("interactions", sa.Column("is_broken", sa.Boolean))
+    # DuckDB 1.5 does not take a changed table whose rows were changed as well, so the table is made anew.
+    op.execute("create or replace table interactions as select *, null::boolean as is_broken from interactions limit 0")
     for table in OLDER:
         op.execute(f"delete from {table}")
