@@ -43,6 +43,7 @@ def test_a_circle_of_references_is_refused(tmp_path: Path) -> None:
         ("- 1\n", [], "must hold sections"),
         ("a: [\n", [], "is not YAML"),
         ("{}\n", ["seed"], "expected an override like"),
+        ("{}\n", ["scheduler.memory_gb=-1"], "scheduler.memory_gb must be above 0, or null, got -1"),
         ("workflow: ${nowhere.at.all}\n", [], "names a key that is not in the file"),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +67,21 @@ class TestSlurm(LauncherContract):
             slurm("scancel", job)
             until(lambda: program.n_starts > n and program.is_up)
             assert not is_alive(first[0])
+
+    def test_a_job_that_waits_long_is_told_with_slurms_reason(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def end_it_when_told() -> None:
+            until(lambda: "waits in Slurm's queue (BeginTime)" in caplog.text, 50)
+            slurm("scancel", "--me")
+
+        ending = threading.Thread(target=end_it_when_told)
+        with SlurmLauncher(options=["--begin=now+1hour"]) as launcher:
+            ending.start()
+            with pytest.raises(LaunchFailed):
+                launcher.start(command("serves"), log_path=tmp_path / "log")
+            ending.join()
+        assert "BeginTime" in caplog.text
 
     def test_what_slurm_refuses_is_an_error_in_its_words(self, tmp_path: Path) -> None:
         with (

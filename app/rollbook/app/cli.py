@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -84,6 +85,8 @@ def _of_each_worker(args: argparse.Namespace) -> list[str]:
 def _train(args: argparse.Namespace) -> None:
     from .training import train
 
+    # A scheduler's word to end: servers that run elsewhere are to be taken along.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     train(args.config, args.overrides)
 
 
@@ -667,8 +670,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         _fail(f"this needs the package {error.name}; pip install 'rollbook[{extra}]'")
     except KeyboardInterrupt:
-        err.print("rollbook: stopped; what was acknowledged is in the book, and the same command goes on from there")
-        sys.exit(130)
+        _stopped()
+    except RuntimeError as error:
+        if str(error) != "Query interrupted":  # a KeyboardInterrupt that DuckDB met first
+            raise
+        _stopped()
+
+
+def _stopped() -> NoReturn:
+    err.print("rollbook: stopped; what was acknowledged is in the book, and the same command goes on from there")
+    sys.exit(130)
 
 
 def _fail(message: str) -> NoReturn:

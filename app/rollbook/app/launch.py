@@ -68,6 +68,8 @@ class SchedulerConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name in ("gpus", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"scheduler.{name} must be 0 or more, got {getattr(self, name)}")
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            raise ValueError(f"scheduler.memory_gb must be above 0, or null, got {self.memory_gb}")
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ with `--export=ALL`, never on a command line. What Slurm can do beyond resources
 passed through as it is: `options` to sbatch, `step_options` to srun.
 """
 
+import logging
 import os
 import shlex
 import subprocess
@@ -25,6 +26,11 @@ _LOOK_S = 2.0
 
 LEASE_S = 120.0
 """How long programs go on without a sign of whoever launched them."""
+
+_PATIENT_S = 15.0
+"""For which a job may wait in the queue before it is said why."""
+
+_log = logging.getLogger(__name__)
 
 
 def slurm(*command: str, text: str = "", env: dict[str, str] | None = None) -> str:
@@ -49,11 +55,11 @@ class _Queue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._states: dict[str, str] = {}
+        self._states: dict[str, tuple[str, str]] = {}
         self._asked = -_LOOK_S
 
-    def state(self, task: str, *, since: float) -> str | None:
-        """The state of `job_index`, which was submitted at `since`; None where Slurm does not list it any more.
+    def state(self, task: str, *, since: float) -> tuple[str | None, str]:
+        """The state of `job_index`, submitted at `since`, and Slurm's reason; None where Slurm no longer lists it.
 
         Raises LaunchFailed where Slurm does not answer now.
         """
@@ -61,11 +67,12 @@ class _Queue:
             now = time.monotonic()
             if now - self._asked >= _LOOK_S or self._asked < since:  # an answer from before does not know it
                 lines = slurm(
-                    "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%F_%K %T"
+                    "squeue", "--me", "--noheader", "--array", "--states=all", "--format=%F_%K %T %r"
                 ).splitlines()
-                self._states = dict(line.split() for line in lines if line.strip())
+                found = [line.split(maxsplit=2) for line in lines if line.strip()]
+                self._states = {name: (state, "".join(reason)) for name, state, *reason in found}
                 self._asked = now
-            return self._states.get(task)
+            return self._states.get(task, (None, ""))
 
 
 class _Task:
@@ -77,12 +84,21 @@ class _Task:
         self._folder = folder
         self._submitted = time.monotonic()
         self._is_ended = False
+        self._has_told = False
 
     def why_ended(self) -> str | None:
         try:
-            state = self._queue.state(self._name, since=self._submitted)
+            state, reason = self._queue.state(self._name, since=self._submitted)
         except LaunchFailed:
             return None  # the controller is away; the keeper's beat says whether the program lives
+        if state == "PENDING" and not self._has_told and time.monotonic() - self._submitted > _PATIENT_S:
+            self._has_told = True
+            _log.warning(
+                "job %s waits in Slurm's queue (%s); it begins when there is room, and never where no node has what "
+                "it asks for: see scheduler.cpus, gpus, memory_gb and options",
+                self._name,
+                reason,
+            )
         if state in _ALIVE:
             return None
         return f"ended: Slurm says {state or self._accounted()} of job {self._name}{self._said()}"
@@ -113,7 +129,7 @@ class _Task:
             slurm("scancel", "--quiet", self._name)
             deadline = time.monotonic() + wait_s
             while time.monotonic() < deadline and not (self._folder / "status.json").exists():
-                if self._queue.state(self._name, since=self._submitted) not in _ALIVE:
+                if self._queue.state(self._name, since=self._submitted)[0] not in _ALIVE:
                     return
                 time.sleep(0.1)
             slurm("scancel", "--quiet", "--signal=KILL", "--full", self._name)

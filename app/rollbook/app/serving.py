@@ -114,7 +114,7 @@ def serve_book(
                 beside = address_file.with_suffix(".part")
                 beside.write_text(json.dumps({"url": url, "pid": os.getpid()}))
                 beside.replace(address_file)
-            else:
+            if address_file is None or config.admin_key is None:  # nobody else knows a key that was made here
                 _say(url, book_path, service.admin_key if config.admin_key is None else None)
 
         program = partial(

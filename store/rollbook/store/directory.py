@@ -77,7 +77,10 @@ class Repair:
 def check_book(path: Path) -> None:
     """Raise BookNotFound or BookTooNew unless `path` holds a book whose log is this folder."""
     if "lake" in read_manifest(path):
-        raise StoreError(f"the events of {path} are in a lake, not in this folder; open it with open_book")
+        raise StoreError(
+            f"the events of {path} are in a lake, not in files of this folder, which is what this works on; "
+            "open_book reads it, and DuckDB keeps its files (docs/lake.md)"
+        )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
