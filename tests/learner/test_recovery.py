@@ -1,6 +1,7 @@
 """kill -9 anywhere, the same command again: the curve of an uninterrupted run, no sample trained twice or skipped."""
 
 import multiprocessing
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,9 @@ import msgspec
 import pytest
 
 from learner import killed
+from learner.echo import EchoRollouts, echo_config, echo_tasks
 from learner.tiny import tiny_folder
+from rollbook.learner import PPOTrainer
 from rollbook.learner.backend.single import SingleBackend
 from rollbook.learner.checkpoint import Meta, newest_checkpoint, read_checkpoint, write_checkpoint
 from rollbook.learner.config import ModelConfig, OptimizerConfig
@@ -115,6 +118,29 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(model), critic=None, keep=1)
     with pytest.raises(BadCheckpoint, match="is of run 'r', this run is 's'"):
         read_checkpoint(folder, run_id="s", actor=small(model), critic=None)
+
+
+@pytest.mark.parametrize("harm", ["half", "empty", "one bit"])
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, harm: str) -> None:
+    model = tiny_folder(tmp_path / "m")
+    folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(model), critic=None, keep=1)
+    state = bytearray((folder / "state.pt").read_bytes())
+    state[len(state) // 2] ^= 1
+    (folder / "state.pt").write_bytes({"half": state[: len(state) // 2], "empty": b"", "one bit": state}[harm])
+    with pytest.raises(BadCheckpoint, match=r"state.pt is damaged \(.+\); remove .* to use an older one"):
+        read_checkpoint(folder, run_id="r", actor=small(model), critic=None)
+
+
+def test_a_checkpoint_without_its_book_is_refused(tmp_path: Path) -> None:
+    config = echo_config(tmp_path, tiny_folder(tmp_path / "m"), gconfig__n_samples=2)
+    with PPOTrainer(config, echo_tasks(10), rollouts=EchoRollouts()) as trainer:
+        trainer.train(workflow="agent")
+    shutil.rmtree(config.book_path)
+    with (
+        pytest.raises(BadCheckpoint, match=r"written after step 0, of which the book .* knows nothing"),
+        PPOTrainer(config, echo_tasks(10), rollouts=EchoRollouts()) as trainer,
+    ):
+        trainer.train(workflow="agent")
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from .algorithms import Algorithm
 from .backend import Backend
 from .batches import Batch, Group
 from .config import FrequencyConfig, TrainConfig
+from .errors import BadCheckpoint
 from .folders import keep_newest
 from .learn import Learned, learn
 from .metrics import Report
@@ -101,6 +102,8 @@ class Run:
             learned = self.learn(batch)
             self.keep(batch, learned)
             self.publish(batch, learned)
+        if self.step >= self.total_steps:
+            self.report.say(f"the run has trained its {self.total_steps} steps; total_train_steps or epochs set more")
         if self.rollouts is not None and self.step < self.total_steps:
             self.rollouts.start(
                 self.config,
@@ -123,9 +126,18 @@ class Run:
             return
         meta = checkpoint.read_checkpoint(folder, run_id=self.config.run_id, actor=self.actor, critic=self.critic)
         self.step = meta.step
-        for batch in batches.taken_batches(self.book, self.config.run_id, from_step=self.step - 1):
-            if batch.step == self.step - 1:
-                self.announce(batch, meta.metrics)
+        last = [
+            b
+            for b in batches.taken_batches(self.book, self.config.run_id, from_step=self.step - 1)
+            if b.step < self.step
+        ]
+        if not last:  # a batch is in the book before it is trained
+            raise BadCheckpoint(
+                f"{folder} was written after step {self.step - 1}, of which the book {self.config.book_path} knows "
+                f"nothing; give the run the book that it was trained from, or another trial_name, or remove {folder}"
+            )
+        for batch in last:
+            self.announce(batch, meta.metrics)
 
     # ------------------------------------------------------------ the loop's sentences
 
@@ -223,6 +235,10 @@ class Run:
         """One batch into the weights. A batch without rows changes nothing but the version."""
         began = time.monotonic()
         if not len(batch.rows):
+            why = ", ".join(f"{n} {reason}" for reason, n in batch.discarded.items()) or "nothing was selected"
+            self.report.say(
+                f"step {batch.step} has nothing to train (episodes left out: {why}); weights stay as they are"
+            )
             return Learned({}, batch.rows.logprobs, batch.rows.logprobs)
         self.warn_of_equal_rewards(batch)
         learned = learn(

@@ -7,6 +7,7 @@ learner run the same bits.
 
 import json
 import math
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,7 +219,7 @@ class SingleBackend:
                 f"the checkpoint {folder} was written by several ranks; go on with actor.backend: fsdp:dN (any N, also "
                 "fsdp:d1), or remove it to start again"
             )
-        state: Mapping[str, Any] = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        state = _read_state(folder)
         self._refuse_others(folder, {name: tuple(master.shape) for name, master in state["masters"].items()})
         for name, master in self.masters.items():
             master.copy_(state["masters"][name])
@@ -258,6 +259,20 @@ class SingleBackend:
 
             state = merged_weights(model, model.state_dict() if state is None else state)
         model.save_pretrained(folder, state_dict=state)
+
+
+def _read_state(folder: Path) -> Mapping[str, Any]:
+    """`state.pt`, on the CPU. Raises BadCheckpoint: torch.load itself compares no checksum."""
+    path = folder / "state.pt"
+    try:
+        with zipfile.ZipFile(path) as parts:
+            said = parts.testzip()
+    except (OSError, zipfile.BadZipFile) as error:
+        said = str(error)
+    if said is not None:
+        raise BadCheckpoint(f"{path} is damaged ({said}); remove {folder} to use an older one")
+    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
 def write_canaries(folder: Path, canaries: list[dict[str, Any]]) -> None:
