@@ -17,13 +17,14 @@ from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder
 from rollbook.learner import PPOTrainer, TrainConfig, batches
 from rollbook.learner.batches import drawn, rows_of, was_held
+from rollbook.learner.config import CriticConfig, LoraConfig, ModelConfig
 from rollbook.learner.errors import BadSetting, NothingToTrain
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
 from rollbook.learner.train import throughput, without_keys
 from rollbook.store.book import open_book
 from rollbook.store.errors import BadEvent
-from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event
+from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, RewardGiven
 
 
 @pytest.fixture(scope="session")
@@ -240,6 +241,129 @@ def test_an_empty_selection_is_a_clear_error(tmp_path: Path, model: str) -> None
         trainer.train()
 
 
+def record(folder: Path, *answers: Mapping[str, Any]) -> str:
+    """A book of one group, an episode of one call for each answer: prompt, output, reward and whatever is odd."""
+    with open_book(folder, writer="recorder") as book:
+        for i, said in enumerate(answers):
+            prompt, output = said.get("prompt", [1, 2]), said.get("output", [3, 4])
+            names: dict[str, Any] = {"run_id": "recorded", "episode_id": f"e{i}"}
+            fact = InteractionRecorded(
+                prompt_length=len(prompt), finish_reason="stop", sampling=said.get("sampling", {"temperature": 1.0})
+            )
+            book.log.append_blocking(
+                Event(**names, fact=EpisodeOpened(task_id="t", group_id="g", version=0)),
+                Event(
+                    **names,
+                    interaction_id=f"e{i}.1",
+                    fact=fact,
+                    prompt_ids=np.array(prompt, np.int32),
+                    output_ids=np.array(output, np.int32),
+                    logprobs=np.array(said.get("logprobs", [-3.4] * len(output)), np.float32),
+                    versions=np.zeros(len(output), np.int32),
+                ),
+                Event(**names, fact=RewardGiven(value=said.get("reward", float(i)))),
+                Event(**names, fact=EpisodeClosed(state=said.get("state", "done"))),
+            )
+    return str(folder)
+
+
+def off_policy(tmp_path: Path, model: str, book: str, **overrides: Any) -> dict[str, Any]:
+    """One step on it without an engine; its metrics."""
+    config = echo_config(tmp_path, model, scheduler__type="none", book=book, **overrides)
+    with PPOTrainer(config) as trainer:
+        trainer.train()
+    (line,) = (Path(config.run_path) / "metrics.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    "odd", [{"prompt": []}, {"logprobs": [float("nan"), -1.0]}, {"logprobs": [-1.0, -np.inf]}, {"output": []}]
+)
+def test_an_answer_that_cannot_be_trained_is_left_out_and_counted(tmp_path: Path, model: str, odd: Any) -> None:
+    metrics = off_policy(tmp_path, model, record(tmp_path / "book", {}, odd, {}))
+    assert (metrics["n_rows"], metrics["discarded_untrainable"], metrics["is_skipped"]) == (2, 1, 0)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_step_without_anything_to_train_says_why(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = off_policy(tmp_path, model, record(tmp_path / "book", {"state": "failed"}))
+    assert metrics["discarded_failed"] == 1
+    assert "nothing to train (episodes left out: 1 failed)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_reward_that_is_no_number_is_a_missing_one(tmp_path: Path, model: str) -> None:
+    book = record(tmp_path / "book", {"reward": 0.0}, {"reward": 1.0}, {"reward": 2.0})
+    metrics = off_policy(
+        tmp_path, model, book, credit__reward="case when reward = 1 then 'nan'::double else reward end"
+    )
+    assert (metrics["n_rows"], metrics["discarded_no_reward"], metrics["reward"]) == (2, 1, 1.0)
+    with pytest.raises(NothingToTrain, match="none of their episodes has a reward"):
+        off_policy(tmp_path, model, book, credit__reward="'nan'::double", trial_name="other")
+
+
+@pytest.mark.parametrize("answer", [{"prompt": [1, -2]}, {"output": [3, 400], "logprobs": [-1.0, -1.0]}])
+def test_tokens_of_another_model_are_refused(tmp_path: Path, model: str, answer: Any) -> None:
+    with pytest.raises(BadSetting, match="but the model's vocabulary has 32"):
+        off_policy(tmp_path, model, record(tmp_path / "book", {}, answer))
+
+
+def test_tokens_that_the_reference_or_the_critic_do_not_know_are_refused(tmp_path: Path, model: str) -> None:
+    small = tiny_folder(tmp_path / "small", vocabulary=4)
+    book = record(tmp_path / "book", {}, {"output": [30]})
+    ref, critic = ModelConfig(path=small, dtype="float32"), CriticConfig(path=small, dtype="float32")
+    with pytest.raises(BadSetting, match="but the reference's vocabulary has 4"):
+        off_policy(tmp_path, model, book, ref=ref, actor__kl_loss_coef=0.1, trial_name="ref")
+    with pytest.raises(BadSetting, match="but the critic's vocabulary has 4"):
+        off_policy(tmp_path, model, book, critic=critic, algorithm="ppo", trial_name="critic")
+
+
+def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, model: str) -> None:
+    with pytest.raises(BadSetting, match=r"selection.where 'colour = 1'.*\"colour\" not found.*docs/sql.md"):
+        off_policy(tmp_path, model, record(tmp_path / "book", {}), selection__where="colour = 1")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("actor__optimizer__lr", -1.0, "actor.optimizer.lr: expected `float` >= 0.0, got -1.0"),
+        ("actor__temperature", float("nan"), "actor.temperature: expected `float` > 0.0, got nan"),
+        ("actor__ppo_n_minibatches", 0, "actor.ppo_n_minibatches: expected `int` >= 1, got 0"),
+        ("train_dataset__batch_size", 0, "train_dataset.batch_size: expected `int` >= 1, got 0"),
+        ("total_train_steps", -1, "total_train_steps: expected `int` >= 1, got -1"),
+        ("trial_name", object(), "the config holds what is no setting"),
+        ("actor__loss_agg", "fixed_length", "set actor.fixed_length or actor.max_new_tokens"),
+        ("tokenizer_path", "nowhere", "tokenizer_path 'nowhere' is no folder"),
+        ("algorithm", "json.JSONDecoder", "algorithm 'json.JSONDecoder' cannot be made"),
+        ("algorithm", "types.SimpleNamespace", "algorithm 'types.SimpleNamespace'"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_before_anything_is_written(
+    tmp_path: Path, model: str, setting: str, value: Any, said: str
+) -> None:
+    config = echo_config(tmp_path, model, **{setting: value})
+    with pytest.raises(BadSetting, match=re.escape(said)):
+        run(config, EchoRollouts())
+    assert not list(tmp_path.rglob("*.log"))  # no book was opened
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("actor__device", "cuda:99", "device is 'cuda:99' and there are"),
+        ("actor__device", "abacus", "device is 'abacus'; expected auto, cpu"),
+        ("actor__lora", LoraConfig(target_modules=["nothing"]), "actor.lora cannot be put into this model"),
+    ],
+)
+def test_what_this_machine_or_model_has_not_is_a_clear_error(
+    tmp_path: Path, model: str, setting: str, value: Any, said: str
+) -> None:
+    with pytest.raises(BadSetting, match=said):
+        off_policy(tmp_path, model, record(tmp_path / "book", {}), **{setting: value})
+
+
 def test_no_dataset_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="train_dataset has no rows"):
         PPOTrainer(TrainConfig())
@@ -264,6 +388,8 @@ def test_the_book_says_what_tokens_were_drawn_from() -> None:
     assert drawn('{"temperature": 0.7, "top_p": 0.9, "top_k": 20}', "processed") == Draw(0.7, 0.9, 20)
     assert drawn('{"temperature": 0.7}', "raw") == drawn('{"temperature": 0.0}', "processed") == Draw()
     assert drawn("{}", "processed") is None is drawn(None, None)
+    assert drawn('{"temperature": 0.7, "top_p": null, "top_k": -1}', "processed") == Draw(0.7)  # -1: all, as in vLLM
+    assert drawn('{"temperature": "hot"}', "raw") is None is drawn('{"temperature": -1}', "processed")
     assert was_held('{"temperature": 0.7, "is_held": true}', "processed")
     assert not was_held('{"temperature": 0.7, "is_held": true}', "raw")
     assert not was_held('{"temperature": 0.7}', "processed")

@@ -6,12 +6,14 @@ before it is trained, with the credit and advantage of each row: `rows_of` build
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import duckdb
 import numpy as np
 
 from rollbook.store import BatchRow, BatchTaken, Event, new_id
@@ -21,7 +23,7 @@ from rollbook.store.expressions import parse
 
 from .algorithms import Algorithm
 from .config import CreditConfig, SelectionConfig, TrainConfig
-from .errors import NothingToTrain
+from .errors import BadSetting, NothingToTrain
 from .rows import Draw, Floats, Rows
 
 
@@ -34,7 +36,7 @@ class Group:
     task: dict[str, Any] | None
     episode_ids: list[str]
     states: list[str]  # done, failed
-    rewards: list[float | None]  # None: not judged
+    rewards: list[float | None]  # None: not judged, or by an expression that gave no finite number
 
     @property
     def known_rewards(self) -> list[float]:
@@ -133,8 +135,7 @@ def under_way(book: Book, run_id: str) -> str:
 def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, reward: str | None) -> list[Group]:
     """Groups that other runs left in the book, as the selection says, with whatever of their episodes ended."""
     where = "true" if selection.where is None else parse(selection.where).text
-    table = book.sql(
-        f"""
+    query = f"""
         with judged as ({episode_rewards_query(reward)})
         select coalesce(group_id, episode_id) as group_id, any_value(task_id) as task_id, any_value(task) as task,
           list(episode_id order by episode_id) as episode_ids, list(state order by episode_id) as states,
@@ -144,9 +145,15 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
         where run_id <> $run and (len($runs::varchar[]) = 0 or run_id in (select unnest($runs::varchar[])))
           and not coalesce(is_eval, false) and state in ('done', 'failed')
         group by run_id, coalesce(group_id, episode_id)
-        """,
-        {"run": run_id, "runs": selection.runs or []},
-    )
+        """
+    try:
+        table = book.sql(query, {"run": run_id, "runs": selection.runs or []})
+    except duckdb.Error as error:
+        said = " ".join(str(error).partition("\n\nLINE")[0].split())
+        raise BadSetting(
+            f"selection.where {selection.where!r} or credit.reward {reward!r} cannot be computed: {said} (docs/sql.md "
+            "lists the columns of `episodes`)"
+        ) from error
     groups = [_group(row) for row in table.to_pylist()]
     if not groups:
         raise NothingToTrain(
@@ -164,7 +171,7 @@ def _group(row: dict[str, Any]) -> Group:
         task=json.loads(row["task"]) if row["task"] else None,
         episode_ids=row["episode_ids"],
         states=row["states"],
-        rewards=row["rewards"],
+        rewards=[None if reward is None or not math.isfinite(reward) else reward for reward in row["rewards"]],
     )
 
 
@@ -205,6 +212,8 @@ def take(
     for group, reason in rejected:
         discarded[reason] += len(group.episode_ids)
     rows = load_rows(book, episode_ids=wanted, credit=config.credit, run_id=config.run_id)
+    if untrainable := len(set(wanted) - set(rows.episode_ids)):
+        discarded["untrainable"] += untrainable
     if len(rows):
         rows = replace(rows, advantages=algorithm.advantages(rows))
     batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded))
@@ -286,9 +295,9 @@ def load_rows(
 ) -> Rows:
     """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
 
-    An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, its request
-    was sent again and went on from there, or its prompt cannot be rebuilt. Credits are computed where a scheme is
-    given.
+    An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, it has no
+    prompt or one that cannot be rebuilt, a logprob of it is no finite number, or its request was sent again and went on
+    from there. Credits are computed where a scheme is given.
     """
     by_episode = episode_ids is not None
     wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
@@ -338,7 +347,12 @@ def load_rows(
     )
     paths = [rows.path(r).astype(">u4").tobytes() for r in range(len(rows))]
     keys = [(natural(rows.group_ids[r]), paths[r], rows.interaction_ids[r]) for r in range(len(rows))]
-    kept = [r for r in sorted(range(len(rows)), key=keys.__getitem__) if credit is None or np.isfinite(credits[r])]
+    if by_episode and ids:
+        is_known = np.logical_and.reduceat(np.isfinite(rows.logprobs), rows.output_starts[:-1])
+        is_usable = is_known & (rows.n_prompt > 0) & (np.isfinite(credits) if credit is not None else True)
+    else:
+        is_usable = np.ones(len(ids), np.bool_)
+    kept = [r for r in sorted(range(len(rows)), key=keys.__getitem__) if is_usable[r]]
     return rows.take(np.array(kept, np.int64))
 
 
@@ -348,11 +362,17 @@ def drawn(sampling: str | None, logprobs_mode: str | None) -> Draw | None:
     Raw logprobs are of the model's own distribution, whatever it was drawn from. Greedy ones are too.
     """
     said = json.loads(sampling) if sampling else {}
-    if "temperature" not in said:
+    temperature, top_p, top_k = (_number(said.get(name)) for name in ("temperature", "top_p", "top_k"))
+    if temperature is None or temperature < 0:
         return None
-    if logprobs_mode == "raw" or not said["temperature"]:
+    if logprobs_mode == "raw" or not temperature:
         return Draw()
-    return Draw(float(said["temperature"]), float(said.get("top_p", 1.0)), int(said.get("top_k", 0)))
+    return Draw(temperature, 1.0 if top_p is None else top_p, max(0, int(top_k or 0)))
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of a record; None for anything else, since whoever appends may write what he likes there."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def was_held(sampling: str | None, logprobs_mode: str | None) -> bool:

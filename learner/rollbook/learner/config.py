@@ -5,10 +5,19 @@ always wins over the recipe. The app composes the whole config of a run by subcl
 settings of the other rooms (`gconfig`, `rollout`); unknown keys are refused when the file is read.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from .errors import BadSetting
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
 Level = Literal["batch", "group"]
 
 
@@ -20,22 +29,22 @@ class OptimizerConfig(Settings):
     """AdamW over fp32 master weights, and its schedule."""
 
     type: Literal["adamw", "adam", "sgd"] = "adamw"  # the update rule
-    lr: float = 1e-5  # peak learning rate
-    weight_decay: float = 0.01  # decoupled; not applied to biases and norms
-    beta1: float = 0.9  # decay of the first moment
-    beta2: float = 0.999  # decay of the second moment
-    eps: float = 1e-8  # added to the root of the second moment
+    lr: NotNegative = 1e-5  # peak learning rate
+    weight_decay: NotNegative = 0.01  # decoupled; not applied to biases and norms
+    beta1: BelowOne = 0.9  # decay of the first moment
+    beta2: BelowOne = 0.999  # decay of the second moment
+    eps: NotNegative = 1e-8  # added to the root of the second moment
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
-    warmup_steps_proportion: float = 0.001  # share of all steps in which the rate rises from 0
-    min_lr_ratio: float = 0.0  # the rate never falls below this share of the peak
-    gradient_clipping: float = 1.0  # largest global gradient norm; 0 switches clipping off
+    warmup_steps_proportion: Share = 0.001  # share of all steps in which the rate rises from 0
+    min_lr_ratio: Share = 0.0  # the rate never falls below this share of the peak
+    gradient_clipping: NotNegative = 1.0  # largest global gradient norm; 0 switches clipping off
 
 
 class MicroBatchSpec(Settings):
     """How a batch is cut for memory. The loss does not depend on it."""
 
-    max_tokens_per_mb: int = 32768  # tokens computed at once, shared tokens counted once; a longer path stands alone
-    n_mbs: int = 1  # at least this many micro-batches
+    max_tokens_per_mb: Count = 32768  # tokens computed at once, shared tokens counted once; a longer path stands alone
+    n_mbs: Count = 1  # at least this many micro-batches
 
 
 class NormConfig(Settings):
@@ -45,7 +54,7 @@ class NormConfig(Settings):
     std_level: Level | None = "group"  # whose deviation divides; null: none
     mean_leave1out: bool = False  # the mean of the others (RLOO)
     std_unbiased: bool = True  # divide by n-1 in the deviation
-    eps: float = 1e-6  # added to the deviation
+    eps: NotNegative = 1e-6  # added to the deviation
 
 
 class RejectionConfig(Settings):
@@ -62,9 +71,9 @@ class RejectionConfig(Settings):
 class LoraConfig(Settings):
     """Train low-rank adapters instead of all weights (peft)."""
 
-    r: int = 16  # rank
-    alpha: int = 32  # scale is alpha / r
-    dropout: float = 0.0  # on the adapter's input
+    r: Count = 16  # rank
+    alpha: Count = 32  # scale is alpha / r
+    dropout: BelowOne = 0.0  # on the adapter's input
     target_modules: list[str] | str = "all-linear"  # module names, or peft's keyword for every linear layer
 
 
@@ -94,7 +103,7 @@ class CriticConfig(ModelConfig):
     """The value model of PPO."""
 
     optimizer: OptimizerConfig = msgspec.field(default_factory=OptimizerConfig)  # its own optimiser
-    value_eps_clip: float = 0.5  # values move at most this far from the old ones within a step; 0: no clip
+    value_eps_clip: NotNegative = 0.5  # values move at most this far from the old ones within a step; 0: no clip
     value_loss_type: Literal["mse", "huber"] = "mse"  # of value against return
 
 
@@ -103,46 +112,46 @@ class ActorConfig(ModelConfig):
 
     optimizer: OptimizerConfig = msgspec.field(default_factory=OptimizerConfig)  # of the policy
     lora: LoraConfig | None = None  # null: all weights are trained
-    temperature: float | None = None  # logprobs are those of this temperature; null: as each request was drawn
+    temperature: Positive | None = None  # logprobs are those of this temperature; null: as each request was drawn
 
     weight_update_mode: Literal["disk"] = "disk"  # how engines get new weights
 
     # rewards
     reward_bias: float = 0.0  # added first
     reward_scaling: float = 1.0  # then multiplied
-    reward_clip: float = 20.0  # then cut to +-this
+    reward_clip: Positive = 20.0  # then cut to +-this
     reward_norm: NormConfig | None = None  # over episodes; null: the recipe's
     adv_norm: NormConfig | None = None  # of advantages, after everything else; null: the recipe's
     overlong_reward_penalty: bool = False  # soft penalty near the length limit (DAPO)
-    overlong_tokens: int = 0  # width of the zone before the limit in which the penalty grows
+    overlong_tokens: Whole = 0  # width of the zone before the limit in which the penalty grows
     overlong_penalty_factor: float = 1.0  # the penalty at the limit
-    max_new_tokens: int | None = None  # that limit; null: the engine's (gconfig)
+    max_new_tokens: Count | None = None  # that limit; null: the engine's (gconfig)
     mask_no_eos: bool = False  # leave interactions that were cut by length out of the loss
     dynamic_sampling: bool | None = None  # leave groups whose rewards are all equal out; null: the recipe's
-    dynamic_sampling_draws: int | None = 10  # batches that a step draws at most for it, then it takes them; null: all
+    dynamic_sampling_draws: Count | None = 10  # batches that a step draws at most for it, then it takes them; null: all
 
     # objective
-    eps_clip: float = 0.2  # the ratio's lower clip 1-eps (and the upper, without the next)
-    eps_clip_higher: float | None = None  # the ratio's upper clip 1+eps; null: the recipe's
+    eps_clip: NotNegative = 0.2  # the ratio's lower clip 1-eps (and the upper, without the next)
+    eps_clip_higher: NotNegative | None = None  # the ratio's upper clip 1+eps; null: the recipe's
     c_clip: float | None = None  # dual clip: the loss of a negative advantage is at most c*|A|; null: off
     importance_sampling_level: Literal["token", "sequence"] | None = None  # null: the recipe's (GSPO: sequence)
     loss_agg: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None  # null: the recipe's
-    fixed_length: int | None = None  # the divisor per sequence of `fixed_length`; null: max_new_tokens
+    fixed_length: Count | None = None  # the divisor per sequence of `fixed_length`; null: max_new_tokens
     entropy_coef: float = 0.0  # bonus on the mean entropy
-    kl_ctl: float = 0.0  # KL to `ref` taken from each token's reward
-    kl_loss_coef: float = 0.0  # KL to `ref` added to the loss
+    kl_ctl: NotNegative = 0.0  # KL to `ref` taken from each token's reward
+    kl_loss_coef: NotNegative = 0.0  # KL to `ref` added to the loss
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # http://joschu.net/blog/kl-approx.html
-    discount: float = 1.0  # per token, in GAE
-    gae_lambda: float = 1.0  # per token, in GAE
-    sapo_tau_pos: float = 1.0  # gate temperature where the advantage is positive
-    sapo_tau_neg: float = 1.05  # and where it is negative
-    m2_threshold: float = 0.04  # M2PO keeps tokens until their mean squared log-ratio is below this
-    cispo_eps_max: float = 0.28  # CISPO's cap of the weight is 1 + this
-    dpo_beta: float = 0.1  # DPO's inverse temperature
+    discount: Share = 1.0  # per token, in GAE
+    gae_lambda: Share = 1.0  # per token, in GAE
+    sapo_tau_pos: Positive = 1.0  # gate temperature where the advantage is positive
+    sapo_tau_neg: Positive = 1.05  # and where it is negative
+    m2_threshold: Positive = 0.04  # M2PO keeps tokens until their mean squared log-ratio is below this
+    cispo_eps_max: NotNegative = 0.28  # CISPO's cap of the weight is 1 + this
+    dpo_beta: Positive = 0.1  # DPO's inverse temperature
     best_of: float = 0.5  # best-of-n trains on episodes at or above this reward
 
     # off-policy
-    ppo_n_minibatches: int = 1  # optimiser steps per batch
+    ppo_n_minibatches: Count = 1  # optimiser steps per batch
     use_decoupled_loss: bool = True  # clip around the proximal policy and weigh by proximal / behaviour
     recompute_logprob: bool = True  # proximal logprobs from the weights at the start of the step
     prox_logp_method: Literal["recompute", "loglinear"] = (
@@ -151,7 +160,7 @@ class ActorConfig(ModelConfig):
     rejection_sampling: RejectionConfig | None = msgspec.field(
         default_factory=RejectionConfig
     )  # null: weights as they are
-    max_staleness: int | None = None  # tokens older than this many versions are not trained; null: all are
+    max_staleness: Whole | None = None  # tokens older than this many versions are not trained; null: all are
     logprob_gap_warn: float = 0.2  # warn when engine and learner differ by more on average (nats per token)
     logprob_gap_stop: float = 2.0  # and stop the run here: one of them is wrong
 
@@ -159,21 +168,21 @@ class ActorConfig(ModelConfig):
 class FrequencyConfig(Settings):
     """When something is done: any of the three that is set; none set: never."""
 
-    freq_epochs: int | None = None  # every so many epochs
-    freq_steps: int | None = None  # every so many steps
-    freq_secs: int | None = None  # every so many seconds
+    freq_epochs: Whole | None = None  # every so many epochs
+    freq_steps: Whole | None = None  # every so many steps
+    freq_secs: Whole | None = None  # every so many seconds
 
 
 class SaverConfig(FrequencyConfig):
     """Exports of the model for use elsewhere."""
 
-    keep: int = 3  # newest exports kept; the best evaluated version is kept beside them
+    keep: Count = 3  # newest exports kept; the best evaluated version is kept beside them
 
 
 class EvaluatorConfig(FrequencyConfig):
     """Episodes on the validation set, into the same book."""
 
-    n_samples: int = 1  # episodes per validation task
+    n_samples: Count = 1  # episodes per validation task
 
 
 class RecoverConfig(FrequencyConfig):
@@ -182,8 +191,8 @@ class RecoverConfig(FrequencyConfig):
     mode: Literal["auto", "disabled", "fault", "on", "off", "resume"] = (
         "auto"  # off/disabled: no checkpoints, start again
     )
-    freq_steps: int | None = 1  # every step by default: a kill costs at most that much computing, never data
-    keep: int = 2  # newest checkpoints kept
+    freq_steps: Whole | None = 1  # every step by default: a kill costs at most that much computing, never data
+    keep: Count = 2  # newest checkpoints kept
 
 
 class WandBConfig(Settings):
@@ -214,9 +223,9 @@ class DatasetConfig(Settings):
 
     path: str = ""  # file or dataset name; empty where the dataset is passed in code
     type: str | None = None  # name of a loader; null: by the file's ending
-    batch_size: int = 8  # groups per training step
+    batch_size: Count = 8  # groups per training step
     shuffle: bool = True  # a new order each epoch, a function of the seed
-    max_length: int | None = None  # tasks whose prompt is longer are left out
+    max_length: Count | None = None  # tasks whose prompt is longer are left out
     curriculum: str | None = (
         None  # SQL for (task_id, weight) over the book, asked at each epoch's begin; null: all alike
     )
@@ -255,19 +264,19 @@ class CreditConfig(Settings):
 class SamplesConfig(Settings):
     """The part of `gconfig` that the learner reads; the app puts the proxy's whole struct in its place."""
 
-    n_samples: int = 8  # episodes per group
-    temperature: float = 1.0  # of sampling
+    n_samples: Count = 8  # episodes per group
+    temperature: NotNegative = 1.0  # of sampling
     top_p: float = 1.0  # nucleus of sampling
     top_k: int = 0  # 0: all tokens
-    max_new_tokens: int | None = None  # per interaction
+    max_new_tokens: Count | None = None  # per interaction
 
 
 class LimitsConfig(Settings):
     """The part of `rollout` that the learner reads; the app puts the agents' whole struct in its place."""
 
-    max_head_offpolicyness: int = 0  # versions that data may lag behind; 0: synchronous
-    consumer_batch_size: int | None = None  # groups per step; null: train_dataset.batch_size
-    max_concurrent_rollouts: int | None = None  # groups at once
+    max_head_offpolicyness: Whole = 0  # versions that data may lag behind; 0: synchronous
+    consumer_batch_size: Count | None = None  # groups per step; null: train_dataset.batch_size
+    max_concurrent_rollouts: Count | None = None  # groups at once
 
 
 class TrainConfig(Settings):
@@ -277,8 +286,8 @@ class TrainConfig(Settings):
     trial_name: str = "trial"  # the run_id is experiment_name/trial_name
     seed: int = 1  # of task order, samplers and weights
     algorithm: str = "grpo"  # a file of rollbook.learner.algorithms, or module.Name of yours
-    total_train_epochs: int = 1  # passes over the training set
-    total_train_steps: int | None = None  # stop here, if that is earlier
+    total_train_epochs: Count = 1  # passes over the training set
+    total_train_steps: Count | None = None  # stop here, if that is earlier
     tokenizer_path: str = ""  # folder or hub name; empty: actor.path
     book: str | None = None  # folder of the book, which several runs may share; null: below the run's own folder
     write_scores: bool = True  # write the learner's logprobs and entropies back to the book
@@ -323,3 +332,24 @@ class TrainConfig(Settings):
     def groups_per_step(self) -> int:
         """Groups that one training step consumes."""
         return self.rollout.consumer_batch_size or self.train_dataset.batch_size
+
+
+def check(config: TrainConfig) -> None:
+    """Raise BadSetting, naming it, for a value of the wrong type or range: a file's are looked at when it is read, a
+    script's only here.
+    """
+    try:
+        plain = msgspec.to_builtins(config)
+        msgspec.convert(plain, type(config))
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).rstrip("`").partition(" - at `$.")
+        value: object = plain
+        for name in path.split(".") if path else ():
+            value = value.get(name) if isinstance(value, dict) else value
+        raise BadSetting(f"{path}: {what[:1].lower()}{what[1:]}, got {value!r}" if path else what) from error
+    except TypeError as error:  # an object that no file could hold
+        raise BadSetting(
+            f"the config holds what is no setting: {error}; settings are numbers, texts and lists"
+        ) from error
+    if config.groups_per_step < 1:
+        raise BadSetting(f"rollout.consumer_batch_size is {config.groups_per_step}; a step takes one group or more")

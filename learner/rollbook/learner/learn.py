@@ -50,7 +50,9 @@ def learn(
     Raises BadSetting before anything is computed where the book has tokens that the model does not know, and
     PoliciesDisagree before anything is changed where engine and learner are too far apart.
     """
-    check_vocabulary(rows, actor)
+    for name, backend in (("model", actor), ("reference", reference), ("critic", critic)):
+        if backend is not None:
+            check_vocabulary(rows, backend, name)
     if config.temperature is not None:
         rows = replace(rows, draws=())  # the settings know better than the book
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
@@ -208,14 +210,14 @@ def _picker(arrays: Mapping[str, Floats], trie: Trie, like: Tensor) -> Callable[
     return lambda name: put(arrays[name][trie.entry_E], like.device, like.dtype)
 
 
-def check_vocabulary(rows: Rows, actor: Backend) -> None:
+def check_vocabulary(rows: Rows, backend: Backend, name: str = "model") -> None:
     """Raise BadSetting for tokens of another model."""
-    largest = int(rows.ids.max(initial=0))
-    if largest >= actor.vocabulary:
-        raise BadSetting(
-            f"the book has token id {largest}, but the model's vocabulary has {actor.vocabulary}; "
-            "train with the model (and tokenizer) that sampled these tokens"
-        )
+    for token in (int(rows.ids.max(initial=0)), int(rows.ids.min(initial=0))):
+        if not 0 <= token < backend.vocabulary:
+            raise BadSetting(
+                f"the book has token id {token}, but the {name}'s vocabulary has {backend.vocabulary}; "
+                "train with the model (and tokenizer) that sampled these tokens"
+            )
 
 
 def tries_of(rows: Rows, spec: MicroBatchSpec, backend: Backend, part: Ints | None = None) -> list[Trie]:

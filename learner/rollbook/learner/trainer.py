@@ -14,7 +14,7 @@ from rollbook.store.book import Book, open_book
 from .algorithms import find_algorithm
 from .backend import Backend, make_backend, ranks_of
 from .batches import Group, recorded_groups
-from .config import ModelConfig, OptimizerConfig, TrainConfig
+from .config import ModelConfig, OptimizerConfig, TrainConfig, check
 from .errors import BadSetting, NothingToTrain
 from .metrics import Report, check_writers
 from .rollouts import Rollouts, find_rollouts
@@ -81,17 +81,26 @@ class PPOTrainer:
         dynamic_filter_fn: says of a finished group whether to train on it; others take the place of the rejected.
         """
         config = self.config
-        epochs = total_epochs or config.total_train_epochs
-        config.total_train_epochs = epochs
+        if total_epochs is not None:
+            config.total_train_epochs = total_epochs
+        check(config)
+        epochs = config.total_train_epochs
         if config.actor.max_new_tokens is None:
             config.actor.max_new_tokens = config.gconfig.max_new_tokens
         # The cheap things that can be wrong come before the model is loaded.
         if self.algorithm.needs_critic and config.critic is None:
             raise BadSetting(f"algorithm {config.algorithm!r} needs a value model; set critic.path in the config")
+        has_length = config.actor.fixed_length or config.actor.max_new_tokens
+        if (config.actor.loss_agg or self.algorithm.loss_agg) == "fixed_length" and not has_length:
+            raise BadSetting("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
         if config.ref is not None and config.ref_scores is not None:
             raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
         if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None and config.ref_scores is None:
             raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path, or ref_scores")
+        if config.tokenizer_path and not Path(config.tokenizer_path).is_dir():
+            raise BadSetting(
+                f"tokenizer_path {config.tokenizer_path!r} is no folder; leave it empty for actor.path's own"
+            )
         check_writers(config)
         n_ranks = ranks_of(config.actor.backend)
         is_shared = config.actor.backend != "single"

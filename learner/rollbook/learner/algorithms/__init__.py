@@ -93,5 +93,12 @@ def find_algorithm(name: str, actor: ActorConfig) -> Algorithm:
         make: Any = getattr(importlib.import_module(path), attribute)
     except (ImportError, AttributeError) as error:
         raise BadSetting(f"algorithm {name!r} cannot be imported: {error}; give module.Name of a class") from error
-    mine: Algorithm = make(actor)
+    try:
+        mine: Algorithm = make(actor)
+    except TypeError as error:
+        raise BadSetting(
+            f"algorithm {name!r} cannot be made from the actor's settings ({error}); start from algorithms/recipe.py"
+        ) from error
+    if missing := [part for part in ("advantages", "mask", "spread", "loss") if not hasattr(mine, part)]:
+        raise BadSetting(f"algorithm {name!r} has no {', '.join(missing)}; start from algorithms/recipe.py")
     return mine

@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from rollbook.learner.config import LoraConfig
+from rollbook.learner.errors import BadSetting
 
 
 def add_adapters(model: nn.Module, config: LoraConfig) -> None:
@@ -23,7 +24,10 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         target_modules=config.target_modules,
         task_type="CAUSAL_LM",
     )
-    peft.inject_adapter_in_model(settings, model)
+    try:
+        peft.inject_adapter_in_model(settings, model)
+    except ValueError as error:  # peft's errors are of that kind
+        raise BadSetting(f"actor.lora cannot be put into this model: {error}") from error
 
 
 @torch.no_grad()

@@ -32,17 +32,23 @@ DTYPES = {
 
 def pick_device(name: str) -> torch.device:
     """`auto` is the GPU if there is one."""
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadSetting(f"device is {name!r}; expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadSetting(f"device is {name!r} and there are {torch.cuda.device_count()} GPUs; set it to auto or cpu")
+    return device
 
 
 def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> nn.Module:
     """A causal LM in float32 (float64 if asked), ready to be trained. Raises BadSetting naming a missing path."""
     if not config.path:
-        raise BadSetting("actor.path is empty; set it to the folder of a transformers model")
+        raise BadSetting("a model's path (actor, ref or critic) is empty; set it to the folder of a transformers model")
     if config.path.startswith((".", "/")) and not (Path(config.path) / "config.json").exists():
-        raise BadSetting(f"actor.path {config.path!r} has no config.json; give the folder of a transformers model")
+        raise BadSetting(f"{config.path!r} has no config.json; give the folder of a transformers model")
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     name = {"auto": attention.NAME, "flex": attention.NAME}.get(config.attn_impl, config.attn_impl)
     logging.disable_progress_bar()  # ours has the terminal
