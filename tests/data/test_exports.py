@@ -12,7 +12,9 @@ import torch
 
 from rollbook.app.cli import main
 from rollbook.app.exports import export_book
-from rollbook.store import BadSelection, open_book
+from rollbook.store import BadSelection, Event, InteractionRecorded, open_book
+from rollbook.store.events import Messages, encode_messages
+from rollbook.store.prune import prune
 from rollbook.store.selection import Selection
 
 
@@ -162,6 +164,34 @@ def test_parquet_has_every_table_and_the_tokens(shown_book: Path, tmp_path: Path
     assert pq.read_table(tmp_path / "tables" / "events.parquet").num_rows == n_events
     tokens = pq.read_table(tmp_path / "tables" / "tokens.parquet")
     assert tokens.num_rows == pq.read_table(tmp_path / "tables" / "messages.parquet").num_rows == n_calls
+
+
+@pytest.mark.parametrize("form", ["chat", "trl"])
+def test_rows_whose_messages_are_gone_are_left_out_and_said(form: str, own_book: Path, tmp_path: Path) -> None:
+    with open_book(own_book) as book:
+        leaves = book.select(Selection(rows="trajectories"))["episode_id"].to_pylist()
+    said = encode_messages(Messages(request=[{"role": "user", "content": "on"}], reply={"role": "assistant"}))
+    ids = np.arange(3, dtype=np.int32)
+    fact = InteractionRecorded(parent_id="nobody", edge="extends", shared=2, prompt_length=5)
+    tokens = {"prompt_ids": ids, "output_ids": ids, "logprobs": np.zeros(3, np.float32), "versions": ids}
+    with open_book(own_book, writer="late") as book:
+        book.log.append_blocking(
+            *(
+                Event(run_id="late", fact=fact, episode_id=leaves[0], interaction_id=name, messages=said, **tokens)
+                for name in ("alone", "alone too")
+            )
+        )
+    gone = leaves[-1]
+    prune(own_book, episode_ids=[gone])
+    with open_book(own_book) as book:
+        selection = Selection(is_trainable=None)  # also what no learner takes
+        done = export_book(book, form, tmp_path / "after", selection=selection)
+        n_all = book.select(Selection(is_trainable=None, rows="trajectories")).num_rows
+        assert not book.interaction("alone").has_messages
+    assert all("role" in m for line in lines(done.files[0]) for m in line.get("messages", line.get("completion")))
+    n_gone = 2 + leaves.count(gone)
+    assert n_all - done.n_rows == n_gone
+    assert any(note.startswith(f"{n_gone} rows are left out, since the book has not all") for note in done.notes)
 
 
 def test_what_cannot_be_is_one_sentence_and_leaves_nothing(shown_book: Path, tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ class Said:
             found = self._decoded[i] = decode_messages(self._texts[i] or b'{"request":[],"reply":{}}')
         return found
 
+    def has(self, i: int) -> bool:
+        """Whether there are any: an import may have none, and `prune` removes them."""
+        return self._texts[i] is not None
+
 
 class _Held:
     """What was read of some episodes together."""
@@ -143,11 +147,22 @@ class _Held:
     def failures(self) -> dict[tuple[str, str | None], list[Row]]:
         return _by_target(self._rows.failures)
 
-    def messages(self, i: int) -> list[dict[str, Any]]:
+    def _way(self, i: int) -> list[int]:
+        """The interactions whose messages its own stand on, itself first. A circle of parents ends at its last."""
         said, parent = self.said, self.parents
         way = [i]
-        while said[way[-1]].kept != 0 and parent[way[-1]] >= 0:
+        while said[way[-1]].kept != 0 and parent[way[-1]] >= 0 and len(way) < len(parent):
             way.append(parent[way[-1]])
+        return way
+
+    def has_messages(self, i: int) -> bool:
+        way = self._way(i)
+        is_begun = self.said[way[-1]].kept == 0 or self._rows.interactions["parent_id"][way[-1]].as_py() is None
+        return is_begun and all(self.said.has(k) for k in way)
+
+    def messages(self, i: int) -> list[dict[str, Any]]:
+        said, parent = self.said, self.parents
+        way = self._way(i)
         messages = list(said[way.pop()].request)
         for n in reversed(way):
             own = said[n]
@@ -158,11 +173,12 @@ class _Held:
         return messages
 
     def tools(self, i: int) -> list[dict[str, Any]]:
-        while True:
+        for _ in self.parents:  # no more steps than interactions: damaged parents may be a circle
             tools, parent = self.said[i].tools, self.parents[i]
             if tools is not None or parent < 0:
                 return tools or []
             i = parent
+        return []
 
 
 def _python(table: pa.Table) -> list[Row]:
@@ -212,6 +228,11 @@ class Interaction:
     def messages(self) -> list[dict[str, Any]]:
         """The whole request, as the client sent it."""
         return self._held.messages(self._index)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the book has all of these: nothing was pruned, and no parent they stand on is missing."""
+        return self._held.has_messages(self._index)
 
     @property
     def tools(self) -> list[dict[str, Any]]:

@@ -20,15 +20,15 @@ def export(
     book: Book, out: Path, selection: Selection, *, rows: Rows = "trajectories", all_fields: bool = False
 ) -> tuple[list[Path], int, list[str]]:
     """rows: a line per trajectory, or per call (`interactions`)."""
+    notes: list[str] = []
     n = n_without = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("wb") as file:
-        for conversation in conversations(book, selection, rows):
+        for conversation in conversations(book, selection, rows, notes):
             line, is_less = _line(conversation, all_fields)
             file.write(msgspec.json.encode(line) + b"\n")
             n += 1
             n_without += is_less
-    notes = []
     if n_without:
         notes.append(
             f"{n_without} lines lost what the chat format has no field for, such as reasoning; --all-fields keeps it"

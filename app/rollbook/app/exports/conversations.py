@@ -42,14 +42,17 @@ class Conversation:
         return self.messages[self.n_prompt :]
 
 
-def conversations(book: Book, selection: Selection, rows: Rows) -> Iterator[Conversation]:
-    """The rows of a selection, in its order: one per trajectory, or one per call with all before it as its prompt."""
+def conversations(book: Book, selection: Selection, rows: Rows, notes: list[str]) -> Iterator[Conversation]:
+    """The rows of a selection, in its order: one per trajectory, or one per call with all before it as its prompt.
+
+    What the book no longer has the messages of is left out; at the end a sentence in `notes` says how many.
+    """
     wanted = msgspec.structs.replace(selection, rows=rows)
     if selection.is_trainable:  # what was imported without tokens is as good as any other text
         wanted = msgspec.structs.replace(wanted, is_trainable=None)
     table = book.select(wanted).to_pylist()
     key = "leaf_id" if rows == "trajectories" else "interaction_id"
-    at = 0
+    at = n_gone = 0
     while at < len(table):
         names: dict[str, None] = {}
         stop = at
@@ -63,9 +66,17 @@ def conversations(book: Book, selection: Selection, rows: Rows) -> Iterator[Conv
             last = of_episode[row[key]]
             if selection.is_trainable and not _is_whole(last):
                 continue
+            if not last.has_messages:
+                n_gone += 1
+                continue
             above = _trajectory(last, of_episode) if rows == "trajectories" else [last]
             yield _conversation(row, episodes[row["episode_id"]], above)
         at = stop
+    if n_gone:
+        notes.append(
+            f"{n_gone} rows are left out, since the book has not all of their messages: they were pruned, or never "
+            "recorded, or stand on a call that is missing"
+        )
 
 
 def _is_whole(one: Interaction) -> bool:

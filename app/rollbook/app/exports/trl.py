@@ -42,7 +42,7 @@ def export(
     if kind == "preference":
         lines = _preferences(book, selection, notes)
     else:
-        lines = (_line(one, kind, label_at) for one in conversations(book, selection, rows))
+        lines = (_line(one, kind, label_at) for one in conversations(book, selection, rows, notes))
     n = 0
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("wb") as file:
@@ -70,7 +70,7 @@ def _preferences(book: Book, selection: Selection, notes: list[str]) -> Iterator
     An episode stands for its main trajectory; two episodes pair only if they were asked the same.
     """
     n_alone = 0
-    main = (one for one in conversations(book, selection, "trajectories") if _is_main(one))
+    main = (one for one in conversations(book, selection, "trajectories", notes) if _is_main(one))
     # The rows of a group come together.
     for _, found in groupby(main, key=lambda one: one.row["group_id"] or f"task {one.row['task_id']}"):
         asked: dict[str, list[Conversation]] = {}
