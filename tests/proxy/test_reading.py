@@ -1,11 +1,17 @@
 """SQL and export over HTTP: what was acknowledged is what one reads, as often as one likes."""
 
+from contextlib import ExitStack
+from functools import partial
+
+import anyio
 import httpx
 import pytest
 
 from proxy_serving import said, serving
+from rollbook.proxy import reading
 from rollbook.proxy.client import ProxyClient
-from rollbook.proxy.errors import BadRequest, Forbidden, NotFound
+from rollbook.proxy.errors import BadRequest, Busy, Forbidden, NotFound
+from rollbook.store.sql import Limits, run_query
 
 pytestmark = pytest.mark.anyio
 
@@ -48,6 +54,36 @@ async def test_sql_is_the_admins_and_only_reads():
         for query in ("drop table episodes", "select * from read_csv('/etc/passwd')", "select 1; select 2", "nonsense"):
             with pytest.raises(BadRequest):
                 await served.client.sql(query)
+
+
+async def test_queries_that_wait_for_one_another_hold_up_nothing_else(monkeypatch):
+    async with serving(lambda _: said("ok")) as served:
+        started = await served.client.start_session("t1")
+        await talk(served, started.api_key, "a")
+        answers = []
+        key = {"authorization": f"Bearer {served.service.admin_key}"}
+        unlimited = httpx.Limits(max_connections=None)  # as many clients have
+        async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=30, limits=unlimited) as http:
+
+            async def ask():
+                answers.append(await http.post("/sql", json={"query": "select 1 as n"}, headers=key))
+
+            with ExitStack() as taken:
+                for _ in range(4):  # all processes that there may be
+                    taken.enter_context(served.service.book.views.guest(10))
+                with monkeypatch.context() as patched:
+                    patched.setattr(reading, "run_query", partial(run_query, limits=Limits(timeout_s=0.1)))
+                    with pytest.raises(Busy, match="ask again"):
+                        await served.client.sql("select 1 as n")
+                async with anyio.create_task_group() as group:
+                    for _ in range(48):  # more than there are threads for all else
+                        group.start_soon(ask)
+                    await anyio.sleep(1)
+                    with anyio.fail_after(5):
+                        await served.client.export(started.session_id)
+                    assert not answers
+                    taken.close()
+        assert [answer.status_code for answer in answers] == [200] * 48
 
 
 async def test_a_session_is_exported_in_every_style_and_again():

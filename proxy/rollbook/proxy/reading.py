@@ -6,10 +6,12 @@ is done in a thread: the event loop has calls to answer.
 
 from typing import Any
 
+import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
 import pyarrow as pa
+from anyio.lowlevel import RunVar
 from litestar import Request, Response, post
 from litestar.datastructures import State
 
@@ -23,6 +25,9 @@ from .errors import BadRequest, NotFound
 from .wire import bearer
 
 ARROW = "application/vnd.apache.arrow.stream"
+
+_AT_ONCE = 32  # queries that run or wait for their turn; more wait for a thread
+_threads: RunVar[anyio.CapacityLimiter] = RunVar("threads of queries")
 
 _decode_query = decoder(Query)
 _decode_export = decoder(Export)
@@ -45,7 +50,16 @@ async def sql(request: Request[Any, Any, Any], state: State) -> Response[bytes]:
             writer.write_table(table)
         return sink.getvalue().to_pybytes()
 
-    return Response(await anyio.to_thread.run_sync(read), media_type=ARROW)
+    return Response(await anyio.to_thread.run_sync(read, limiter=_query_threads()), media_type=ARROW)
+
+
+def _query_threads() -> anyio.CapacityLimiter:
+    """Threads of their own: queries that wait for one another hold up nothing else that needs a thread."""
+    try:
+        return _threads.get()
+    except LookupError:
+        _threads.set(anyio.CapacityLimiter(_AT_ONCE))
+        return _threads.get()
 
 
 @post(["/export_trajectories", "/v1/export_trajectories"], status_code=200)

@@ -31,7 +31,7 @@ from litestar.exceptions import HTTPException
 from litestar.params import FromPath
 from litestar.types import ASGIApp
 
-from rollbook.store import Log, LogClosed, LogWriteFailed, StoreError, __version__
+from rollbook.store import Log, LogClosed, LogWriteFailed, QueriesBusy, StoreError, __version__
 from rollbook.store.book import Book
 from rollbook.store.views import Views
 
@@ -47,6 +47,7 @@ from .dialects.responses import Responses
 from .engine import Engine
 from .errors import (
     BadRequest,
+    Busy,
     Conflict,
     EngineFailed,
     Forbidden,
@@ -86,6 +87,7 @@ from .wire import (
 AnyRequest: TypeAlias = Request[Any, Any, Any]
 
 _log = logging.getLogger("rollbook.proxy")
+_QUERIES_END_S = 1.0  # after which it is worth asking again where too many queries ran
 
 
 class Service:
@@ -667,6 +669,8 @@ def _translated(error: Exception) -> ProxyError:
     if isinstance(error, LogWriteFailed | LogClosed):
         _log.error("a fact could not be recorded: %s", error)
         return NotRecorded(f"it could not be recorded, so it did not happen: {error}")
+    if isinstance(error, QueriesBusy):
+        return Busy(str(error), retry_after_s=_QUERIES_END_S)
     if isinstance(error, StoreError):
         return BadRequest(str(error))
     _log.error("a request failed in a way that nobody foresaw", exc_info=error)

@@ -11,6 +11,7 @@
     ├── LogClosed       appended after close, or after a failed write stopped the log
     ├── LogWriteFailed  the disk refused a write or a sync; nothing of it was acknowledged
     ├── QueryRefused    SQL that the read-only surface does not allow, or that went over its limits
+    │   └── QueriesBusy     too many queries at once; the same query may be answered later
     ├── PackageMissing  an optional package that is asked for and not installed
     └── BadSelection    a selection, credit scheme or reward expression that cannot be read
 
@@ -60,6 +61,10 @@ class LogWriteFailed(StoreError, OSError):
 
 class QueryRefused(StoreError):
     """SQL that the read-only surface does not allow, or that went over its limits."""
+
+
+class QueriesBusy(QueryRefused):
+    """Too many queries ran at once; the same query may be answered later."""
 
 
 class PackageMissing(StoreError, ImportError):

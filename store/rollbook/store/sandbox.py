@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from .errors import QueryRefused
+from .errors import QueriesBusy, QueryRefused
 
 GRACE_S = 0.5
 """For which an answer may come after its time: that it was too late, most often."""
@@ -119,10 +119,10 @@ class Sandbox:
     @contextmanager
     def guest(self, path: str, wait_s: float) -> Iterator[Guest]:
         """A process that reads the tables at `path`, the same at each call. It is killed where the block raises Died or
-        TimeoutError. Raises QueryRefused where none is free in time.
+        TimeoutError. Raises QueriesBusy where none is free in time.
         """
         if not self._turn.acquire(timeout=wait_s):
-            raise QueryRefused(f"{_AT_ONCE} other queries have run for {wait_s:g} s; ask again when they have ended")
+            raise QueriesBusy(f"{_AT_ONCE} other queries have run for {wait_s:g} s; ask again when they have ended")
         try:
             guest = self._take(path)
             is_well = False
