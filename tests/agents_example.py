@@ -15,10 +15,11 @@ import anyio
 import agents_scripts
 from proxy_serving import serving
 from rollbook.agents.data import tasks_of
+from rollbook.agents.naming import load
 from rollbook.agents.runner import Runner
 from rollbook.agents.subprocesses import environment
 from rollbook.agents.threads import in_thread_loop
-from rollbook.agents.workflow import Session, load
+from rollbook.agents.workflow import Session
 from rollbook.proxy.client import ProxyClient
 
 ROWS = [{"messages": [{"role": "user", "content": "What is 3 * 4 + 5?"}], "answer": "17"}]

@@ -125,6 +125,30 @@ async def test_an_import_string_is_found_in_the_current_directory(here):
     assert await run("pack.inner:A") == 1.5
 
 
+async def test_a_file_and_a_name_in_it_is_as_good_as_an_import(here, tmp_path):
+    agent = "from helper_of_it import number\nclass MathAgent:\n    async def run(self, data, **kw): return number\n"
+    here("deep/my_filed_agent.py", agent)
+    here("deep/helper_of_it.py", "number = 4.0\n")
+    assert await run("deep/my_filed_agent.py:MathAgent") == 4.0
+    assert await run(f"{tmp_path}/deep/my_filed_agent.py:MathAgent") == 4.0
+    here("deep/json.py", "class A:\n    async def run(self, data, **kw): return 5.0\n")
+    here("deep/with-dash.py", "class A:\n    async def run(self, data, **kw): return 6.0\n")
+    assert await run("deep/json.py:A") == 5.0
+    assert sys.modules["json"].loads("1") == 1  # everybody's json is still that
+    assert await run("deep/with-dash.py:A") == 6.0
+    here("deep/json.py", "class A:\n    async def run(self, data, **kw): return 5.25\n")
+    assert await run("deep/json.py:A") == 5.25  # as it is now
+    with pytest.raises(WorkflowError, match=r"there is no file deep/no\.py in .* or on PYTHONPATH"):
+        resolve("deep/no.py:A")
+    with pytest.raises(WorkflowError, match=r"is a module; name the class .* as 'deep/json.py:MathAgent'"):
+        resolve("deep/json.py")
+    with pytest.raises(WorkflowError, match=r"deep/json.py has no 'B' "):
+        resolve("deep/json.py:B")
+    here("deep/broken.py", "1 / 0\n")
+    with pytest.raises(WorkflowError, match=r"(?s)importing deep/broken.py failed.*ZeroDivisionError"):
+        resolve("deep/broken.py:A")
+
+
 async def test_what_is_missing_is_named(here):
     here("my_agent.py", "class MathAgent:\n    async def run(self, data, **kw): ...\nnumber = 3\n")
     with pytest.raises(WorkflowError, match="there is no module 'my_agnet' in"):
@@ -135,7 +159,7 @@ async def test_what_is_missing_is_named(here):
         resolve("my_agent")
     with pytest.raises(WorkflowError, match="is a int without a `run` method"):
         resolve("my_agent.number")
-    with pytest.raises(WorkflowError, match="is not an import path"):
+    with pytest.raises(WorkflowError, match=r"names nothing; expected 'my_agent\.MathAgent' or"):
         resolve("my-agent/MathAgent")
 
 

@@ -136,6 +136,8 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (said["name"], said["n_judged"], said["n_skipped"]) == ("double", 0, 0)
     main(["sql", book_path, "select count(*) as n from episodes", "--json"])
     assert json.loads(capsys.readouterr().out) == [{"n": 4}]
+    main(["reward", book_path, f"{tmp_path}/my_rewards.py:score", "--name", "v2", "--json"])  # nothing is left to judge
+    assert json.loads(capsys.readouterr().out)["n_skipped"] == 3
     with pytest.raises(SystemExit):
         main(["reward", book_path, f"{tmp_path}/none.py:score", "--name", "v2"])
     assert "there is no file" in capsys.readouterr().err
@@ -144,7 +146,7 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["reward", "BOOK", "broken.py:f", "--name", "v"], "importing broken.py failed: SyntaxError"),
+        (["reward", "BOOK", "broken.py:f", "--name", "v"], "importing broken.py failed"),
         (["reward", "BOOK", "my_rewards.py:late", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "reward * 2", "--sql", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "rewrad * 2", "--sql", "--name", "v"], "the book has no reward rewrad; it has reward"),
@@ -218,6 +220,15 @@ def dies(episode):
         os._exit(3)
     return 1.0
 
+def leaves(episode):
+    print("noise")
+    if episode.row["episode_id"] == "ep_1":
+        raise SystemExit(3)
+    return 1.0
+
+async def leaves_async(episode):
+    return leaves(episode)
+
 def timed(episode):
     note(episode, "times")
     return 1.0
@@ -254,6 +265,17 @@ def test_a_judgement_that_takes_too_long_fails(
     answers = tried(book_path, f"{paced}:{function}", timeout_s=0.3)
     assert values(answers) == expected
     assert "TimeoutError" in str(answers["ep_1"][1])
+
+
+@pytest.mark.parametrize("function", ["leaves", "leaves_async"])
+def test_a_judge_that_exits_fails_one_judgement_and_prints_into_no_answer(
+    function: str, book_path: str, paced: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["reward", book_path, f"{paced}:{function}", "--name", "v2", "--processes", "1", "--timeout", "9", "--json"]
+    main(words)
+    said = json.loads(capfd.readouterr().out)
+    assert (said["n_judged"], said["n_failed"]) == (2, 1)
+    assert rewards(book_path, "v2") == {"ep_0": 1.0, "ep_2": 1.0}
 
 
 def test_async_judgements_run_at_once_as_many_as_allowed(book_path: str, paced: str, tmp_path: Path) -> None:

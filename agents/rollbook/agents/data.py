@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import DataError, WorkflowError
-from .workflow import load
+from .naming import load
 
 Row = dict[str, Any]
 
@@ -159,7 +159,7 @@ def _read(path: str, split: str, tokenizer: Any, kwargs: Mapping[str, Any]) -> I
         return _read_file(path, split)
     if path.endswith((".jsonl", ".json", ".parquet")):
         raise DataError(f"there is no dataset file {path} (looked from {os.getcwd()})")
-    if ":" in path and "/" not in path:
+    if ".py:" in path or (":" in path and "/" not in path):
         return _read_function(path, split, tokenizer, kwargs)
     return _read_hub(path, split, kwargs)
 

@@ -1,19 +1,13 @@
 """Turns whatever a person calls their agent into something the runner can run.
 
-`resolve` takes, in this order: a RolloutWorkflow instance, a RolloutWorkflow subclass (built with the keywords), an
-import string ("my_agent.MathAgent", "my_agent:MathAgent"), a class or an object with `run(data, **extra)`, a plain
-function of that shape. An agent is built once and serves every episode, so what it keeps on itself stays. Code that
-blocks runs in threads of its own. The row is copied for each episode: an agent may write into it.
+`resolve` takes, in this order: a RolloutWorkflow instance, a RolloutWorkflow subclass (built with the keywords), a
+name that `load` takes ("my_agent.MathAgent", "my_agent.py:MathAgent"), a class or an object with `run(data, **extra)`,
+a plain function of that shape. An agent is built once and serves every episode, so what it keeps on itself stays. Code
+that blocks runs in threads of its own. The row is copied for each episode: an agent may write into it.
 """
 
-import difflib
-import importlib
-import importlib.util
 import inspect
 import logging
-import os
-import sys
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +17,7 @@ import msgspec
 from .alarms import ready_math_verify
 from .episode import EpisodeClient
 from .errors import Rejected, WorkflowError
+from .naming import load
 from .threads import in_thread, in_thread_loop
 from .watch import Blocking, timed
 
@@ -161,7 +156,7 @@ def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
     """See the module's docstring. Raises WorkflowError with what is wrong and what would work."""
     if workflow is None:
         raise WorkflowError(
-            "workflow is None, which only the online mode takes; give an import string such as "
+            "workflow is None, which only the online mode takes; give a name such as "
             "'my_agent.MathAgent', a class or an object with `async def run(self, data, **extra_kwargs)`, or a function"
         )
     name = workflow if isinstance(workflow, str) else _name(workflow)
@@ -188,75 +183,6 @@ def resolve(workflow: Any, **workflow_kwargs: Any) -> Workflow:
         f"workflow {name} is a {type(target).__name__} without a `run` method; expected "
         "`async def run(self, data, **extra_kwargs)` that returns a reward, or a RolloutWorkflow"
     )
-
-
-def load(path: str, what: str = "workflow") -> Any:
-    """What an import string names; the current directory is importable. Raises WorkflowError.
-
-    what: to call it in errors.
-    """
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # stays: agents import lazily
-    module_path, colon, attributes = path.partition(":")
-    parts = module_path.split(".")
-    if not all(part.isidentifier() for part in [*parts, *(attributes.split(".") if colon else [])]):
-        raise WorkflowError(f"{path!r} is not an import path; expected one like 'my_agent.MathAgent'")
-    if colon:
-        found = _import(module_path, path, what)
-        rest = attributes.split(".")
-        known = module_path
-    else:
-        found, known, rest = _import(parts[0], path, what), parts[0], parts[1:]
-        while rest and inspect.ismodule(found) and not hasattr(found, rest[0]):
-            submodule = f"{known}.{rest[0]}"
-            if not hasattr(found, "__path__") or importlib.util.find_spec(submodule) is None:
-                break
-            found, known, rest = _import(submodule, path, what), submodule, rest[1:]
-    for part in rest:
-        if not hasattr(found, part):
-            names = [n for n in dir(found) if not n.startswith("_")]
-            close = difflib.get_close_matches(part, names, n=1)
-            where = getattr(found, "__file__", None)
-            raise WorkflowError(
-                f"{what} {path!r}: {known} has no {part!r}"
-                + (f" (it was imported from {where})" if where else "")
-                + (
-                    f"; did you mean {close[0]!r}?"
-                    if close
-                    else f"; it has {', '.join(names[:12]) or 'nothing public'}"
-                )
-            )
-        found, known = getattr(found, part), f"{known}.{part}"
-    if inspect.ismodule(found):
-        raise WorkflowError(f"{what} {path!r} is a module; name the class or function in it, as '{path}.MathAgent'")
-    return found
-
-
-def _import(module: str, path: str, what: str) -> Any:
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
-            raise WorkflowError(
-                f"{what} {path!r}: there is no module {error.name!r} in {os.getcwd()} or on PYTHONPATH; "
-                "start from the folder that holds it, or install it"
-            ) from error
-        raise WorkflowError(_import_story(module, path, error, what)) from error
-    except Exception as error:  # whatever the module's own code raises
-        raise WorkflowError(_import_story(module, path, error, what)) from error
-
-
-def _import_story(module: str, path: str, error: BaseException, what: str) -> str:
-    """The import's own traceback: frames of this file and of the import machinery say nothing."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "importlib" not in frame.filename
-    ]
-    lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-    return f"{what} {path!r}: importing {module} failed:\n" + "".join(lines).rstrip()
 
 
 def _build(name: str, cls: type, kwargs: dict[str, Any]) -> Any:

@@ -443,7 +443,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--weights", default=None, help="a folder of newer weights to start with")
     made.add_argument("--weights-version", type=int, default=0, metavar="N", help="the version that those weights are")
-    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="what the scripted engine says")
+    made.add_argument("--script", default=None, metavar="FILE.py:FUNCTION", help="what the scripted engine says")
     made.add_argument("--run", default="default", help="the run that episodes belong to")
     made.add_argument("--host", default="127.0.0.1", help="where to listen")
     made.add_argument("--port", type=int, default=8000, help="0 takes a free one")
@@ -474,7 +474,9 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="A.B=C", help="values that win over the file's")
 
     made = command("eval", _eval, "measure an agent on a dataset", "rollbook eval my_agent.MathAgent test.jsonl")
-    made.add_argument("agent", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent; a program in mode command")
+    made.add_argument(
+        "agent", metavar="AGENT", help="my_agent.MathAgent or my_agent.py:MathAgent; a program in mode command"
+    )
     made.add_argument("data", metavar="DATA", help="a .jsonl, .json or .parquet file, or module:function")
     made.add_argument("--model", default="smollm2-135m", help="a model folder or name, URL of a vLLM, or RUN[@VERSION]")
     made.add_argument("--mode", choices=["inline", "subproc", "command"], default="inline", help="how agents are run")
@@ -483,7 +485,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--time-limit", type=float, default=600.0, metavar="S", help="a longer episode has failed")
     made.add_argument("--policy-of", default=None, metavar="BOOK", help="the book whose policy --model names")
     made.add_argument("--served-model", default=None, metavar="DIR", help="the folder of what the vLLM at URL serves")
-    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")
+    made.add_argument("--script", default=None, metavar="FILE.py:FUNCTION", help="let a scripted engine answer instead")
     made.add_argument("--book", default="runs/eval/book", help="where to record")
     made.add_argument("--run", default="eval", help="the run that the episodes belong to")
     made.add_argument("--samples", type=int, default=1, metavar="N", help="episodes per task; pass@k for k up to N")
@@ -517,7 +519,7 @@ def _parser() -> argparse.ArgumentParser:
         "rollbook reward runs/demo/book my_rewards.py:score --name v2",
     )
     book_of(made)
-    made.add_argument("judge", metavar="JUDGE", help="FILE.py:FUNCTION, MODULE:FUNCTION, or with --sql an expression")
+    made.add_argument("judge", metavar="JUDGE", help="FILE.py:FUNCTION, MODULE.FUNCTION, or with --sql an expression")
     made.add_argument("--name", required=True, help="the name of the reward; training takes it by `credit.reward`")
     made.add_argument("--sql", action="store_true", help="JUDGE is a SQL expression over the episodes table")
     made.add_argument("--where", default=None, metavar="SQL", help="only episodes for which this holds")
@@ -552,7 +554,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     book_of(made)
     made.add_argument("episode", metavar="EPISODE", help="an episode id or the beginning of one, or `last`")
-    made.add_argument("workflow", metavar="AGENT", help="the agent, e.g. my_agent.MathAgent")
+    made.add_argument("workflow", metavar="AGENT", help="the agent: my_agent.MathAgent or my_agent.py:MathAgent")
     made.add_argument(
         "--tokenizer", required=True, metavar="MODEL", help="the model it was recorded with, as for serve"
     )
@@ -576,7 +578,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--policy-of", default=None, metavar="BOOK", help="the book whose policy --model names")
     made.add_argument("--served-model", default=None, metavar="DIR", help="the folder of what the vLLM at URL serves")
-    made.add_argument("--script", default=None, metavar="MODULE:FUNCTION", help="let a scripted engine answer instead")
+    made.add_argument("--script", default=None, metavar="FILE.py:FUNCTION", help="let a scripted engine answer instead")
     made.add_argument("--run", default="fork", help="the run that the new episodes belong to")
     made.add_argument("--set", action="append", default=[], metavar="A.B=C", help="a proxy setting")
 

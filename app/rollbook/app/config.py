@@ -31,7 +31,7 @@ class GRPOConfig(TrainConfig, kw_only=True, forbid_unknown_fields=True):
     gconfig: GenerationHyperparameters = msgspec.field(default_factory=GenerationHyperparameters)  # type: ignore[assignment]
     rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)  # type: ignore[assignment]
     scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)  # type: ignore[assignment]
-    workflow: str | None = None  # the agent, e.g. my_agent.MathAgent
+    workflow: str | None = None  # the agent: my_agent.MathAgent or my_agent.py:MathAgent
     eval_workflow: str | None = None
 
     def __post_init__(self) -> None:

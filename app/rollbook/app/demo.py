@@ -20,8 +20,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.loop import ended_episodes
+from rollbook.agents.naming import load
 from rollbook.agents.runner import Runner
-from rollbook.agents.workflow import load
 from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.engine import Generation
 from rollbook.proxy.scripted import Script

@@ -7,12 +7,10 @@ processes. `rereward.py` asks the tables, hands episodes out, and appends what c
 import asyncio
 import gc
 import hashlib
-import importlib.util
 import inspect
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -23,7 +21,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rollbook.agents.errors import WorkflowError, describe
+from rollbook.agents.errors import WorkflowError
+from rollbook.agents.naming import load
 from rollbook.store import BadSelection
 from rollbook.store.directory import open_log
 from rollbook.store.episodes import Episode, EpisodeRows
@@ -38,34 +37,15 @@ Judged = tuple[str, dict[str | None, float], str | None]
 
 
 def judge_of(function: str) -> tuple[Judge, str]:
-    """The function that `file.py:name` or `module:name` means, and its id: name@hash of its source."""
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
-        path = Path(where)
-        if not path.is_file():
-            raise WorkflowError(f"there is no file {path}; give FILE.py:FUNCTION or MODULE:FUNCTION")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # whatever the file's own code raises
-            raise WorkflowError(f"importing {path} failed: {describe(error)}") from error
-        judge = getattr(module, name, None)
-        if judge is None:
-            raise WorkflowError(f"{path} has no function {name!r}")
-    else:
-        from rollbook.agents.workflow import load  # which brings an HTTP client
-
-        judge = load(function, "judge")
+    """The function that a name stands for (`agents.naming.load`), and its id: name@hash of its source."""
+    judge = load(function, "judge")
     if not callable(judge):
         raise WorkflowError(f"{function} is a {type(judge).__name__}; expected a function that takes an episode")
     try:
         text = inspect.getsource(judge)
     except (OSError, TypeError):
         text = repr(judge)
+    where, _, name = function.rpartition(":" if ":" in function else ".")
     module_name = Path(where).stem if where.endswith(".py") else where
     return judge, f"{module_name}:{name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -142,11 +122,18 @@ async def _judge_piece(
             with _alarm(pace.timeout_s):
                 value = judge(piece if pace.batch else piece[0])
             if inspect.isawaitable(value):
-                value = await settle(value, pace.timeout_s)
+                value = await settle(_contained(value), pace.timeout_s)
             return _judgements(value, piece, pace)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a judge's exit() ends its own judgement
             reason = f"{type(error).__name__}: {error}"
     return [(episode.episode_id, {}, reason) for episode in piece]
+
+
+async def _contained(value: Awaitable[Any]) -> Any:
+    try:
+        return await value
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _judge_together(judge: Judge, pieces: list[list[Episode]], pace: Pace, slots: _Slots) -> list[list[Judged]]:
@@ -228,6 +215,7 @@ def _values(value: Any, episode: Episode) -> dict[str | None, float]:
 def serve(connection: Connection) -> None:
     """Judge what comes, in the order in which it comes, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that appends; it ends us
+    os.dup2(2, 1)  # what a judge prints is no part of what the program prints
     book_path, function, pace = connection.recv()
     log = open_log(book_path)
     payloads, judge, slots = Payloads(log), judge_of(function)[0], _Slots(pace)

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from rollbook.agents.workflow import load
+from rollbook.agents.naming import load
 from rollbook.proxy.capture import CaptureSettings
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
@@ -270,7 +270,7 @@ def gpus_of(replicas: int, args: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _script(named: str, tokenizer: Tokenizer) -> Script:
-    """The script that a function called MODULE:FUNCTION makes. Raises ConfigError where it makes none."""
+    """The script that a function of that name makes. Raises ConfigError where it makes none."""
     make = load(named, "script")
     try:
         inspect.signature(make).bind(tokenizer)
@@ -302,7 +302,7 @@ def make_engine(
     """The engine called `kind`, not started. Raises ConfigError for what it would need and was not given."""
     if kind == "scripted":
         if script is None:
-            raise ConfigError("the scripted engine needs --script MODULE:FUNCTION, which says what it answers")
+            raise ConfigError("the scripted engine needs --script FILE.py:FUNCTION, which says what it answers")
         return ScriptedEngine(_script(script, tokenizer), version=version)
     if kind == "embedded":
         from rollbook.proxy.embedded import EmbeddedEngine
