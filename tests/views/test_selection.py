@@ -239,6 +239,22 @@ def test_what_cannot_be_rebuilt_is_left_out(harm: str) -> None:
         assert book.load(ids).row_ids == ids
 
 
+def test_an_answer_that_was_not_recorded_whole_is_no_data() -> None:
+    log = MemoryLog()
+    log.append_blocking(*episode("e", None, 1.0), interaction("torn", "e", n_output=5, version=7, capture="incomplete"))
+    log.append_blocking(
+        event(EpisodeOpened(task_id="t"), episode_id="none"),
+        interaction("torn too", "none", capture="incomplete"),
+        event(EpisodeClosed(state="done"), episode_id="none"),
+    )
+    book = Book(log)
+    assert reasons(book) == {"none": "no_data"}
+    assert book.sql("select n_output, version_max from episodes where episode_id = 'e'").to_pylist() == [
+        {"n_output": 3, "version_max": 5}
+    ]
+    assert book.select(Selection(rows="episodes"))["episode_id"].to_pylist() == ["e"]
+
+
 def test_what_was_broken_is_offered_once_its_parent_has_come() -> None:
     log = MemoryLog()
     log.append_blocking(

@@ -114,7 +114,7 @@ episodes = sa.Table(
     _event("closed_by", "event_id of its end"),
     _float("reward", "its current reward named 'reward': the episode's own, else the sum over its interactions"),
     _int("n_interactions", "its model calls"),
-    _long("n_output", "sampled tokens of those that are trainable"),
+    _long("n_output", "sampled tokens of those that are trainable: whole, in use, and can be rebuilt"),
     _int("version_min", "oldest policy version among its trainable tokens"),
     _int("version_max", "newest policy version among its trainable tokens"),
     _text(

@@ -908,14 +908,14 @@ class _Projection:
                     i as (
                         select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
                           version_max, is_trainable and not (is_retried and is_leaf) and not is_broken as is_trained,
-                          origin_id
+                          is_trained and capture = 'complete' as is_whole, origin_id
                         from interactions where episode_id in (select episode_id from d)
                     ),
                     n as (
                         select episode_id, count(*) as n_interactions,
-                          coalesce(sum(n_output) filter (is_trained), 0) as n_output,
-                          min(version_min) filter (is_trained) as version_min,
-                          max(version_max) filter (is_trained) as version_max
+                          coalesce(sum(n_output) filter (is_whole), 0) as n_output,
+                          min(version_min) filter (is_whole) as version_min,
+                          max(version_max) filter (is_whole) as version_max
                         from i group by episode_id
                     ),
                     r as (
