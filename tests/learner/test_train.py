@@ -333,6 +333,9 @@ def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, mo
         ("actor__ppo_n_minibatches", 0, "actor.ppo_n_minibatches: expected `int` >= 1, got 0"),
         ("train_dataset__batch_size", 0, "train_dataset.batch_size: expected `int` >= 1, got 0"),
         ("total_train_steps", -1, "total_train_steps: expected `int` >= 1, got -1"),
+        ("trial_name", "../../away", "trial_name is '../../away'; it names a folder"),
+        ("trial_name", "", "trial_name is ''; it names a folder"),
+        ("algorithm", None, "algorithm: expected `str`, got `null`"),
         ("trial_name", object(), "the config holds what is no setting"),
         ("actor__loss_agg", "fixed_length", "set actor.fixed_length or actor.max_new_tokens"),
         ("tokenizer_path", "nowhere", "tokenizer_path 'nowhere' is no folder"),
@@ -362,6 +365,32 @@ def test_what_this_machine_or_model_has_not_is_a_clear_error(
 ) -> None:
     with pytest.raises(BadSetting, match=said):
         off_policy(tmp_path, model, record(tmp_path / "book", {}), **{setting: value})
+
+
+@pytest.mark.parametrize("tasks", [iter([{"digit": 1}]), {"digit": 1}, "train.jsonl", ["one", "two"]])
+def test_tasks_that_are_no_list_of_dicts_are_refused(tmp_path: Path, model: str, tasks: Any) -> None:
+    with pytest.raises(BadSetting, match=r"train_dataset .* dict"):
+        PPOTrainer(echo_config(tmp_path, model), tasks)
+
+
+def test_a_config_that_is_none_is_refused() -> None:
+    wrong: Any = {"algorithm": "grpo"}
+    with pytest.raises(BadSetting, match="config is a dict; expected a TrainConfig"):
+        PPOTrainer(wrong, echo_tasks(10))
+
+
+def test_a_run_of_which_a_filter_took_nothing_says_so(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, gconfig__n_samples=2)
+    with pytest.raises(NothingToTrain, match="none of the groups of 20 episodes was taken"):
+        run(config, EchoRollouts(), dynamic_filter_fn=lambda group: False)
+
+
+def test_a_trainer_may_be_asked_twice(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = echo_config(tmp_path, model, gconfig__n_samples=2)
+    with PPOTrainer(config, echo_tasks(10), rollouts=EchoRollouts()) as trainer:
+        trainer.train(workflow="agent")
+        trainer.train(workflow="agent")
+    assert "the run has trained its 1 steps" in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_dataset_is_a_clear_error() -> None:

@@ -351,5 +351,9 @@ def check(config: TrainConfig) -> None:
         raise BadSetting(
             f"the config holds what is no setting: {error}; settings are numbers, texts and lists"
         ) from error
+    for name in ("experiment_name", "trial_name"):
+        said: str = getattr(config, name)
+        if not said.strip("/ ") or ".." in said.split("/"):
+            raise BadSetting(f"{name} is {said!r}; it names a folder below cluster.fileroot, so give it a plain name")
     if config.groups_per_step < 1:
         raise BadSetting(f"rollout.consumer_batch_size is {config.groups_per_step}; a step takes one group or more")

@@ -40,6 +40,14 @@ class PPOTrainer:
         *,
         rollouts: Rollouts | None = None,
     ) -> None:
+        if not isinstance(config, TrainConfig):
+            raise BadSetting(
+                f"config is a {type(config).__name__}; expected a TrainConfig, such as rollbook.app.config.load_config "
+                "makes of a file"
+            )
+        check(config)
+        for name, rows in (("train_dataset", train_dataset), ("valid_dataset", valid_dataset)):
+            _check_tasks(name, rows)
         self.config = config
         self.train_dataset: Tasks = [] if train_dataset is None else train_dataset
         self.valid_dataset: Tasks = [] if valid_dataset is None else valid_dataset
@@ -81,6 +89,7 @@ class PPOTrainer:
         dynamic_filter_fn: says of a finished group whether to train on it; others take the place of the rejected.
         """
         config = self.config
+        self._stack.close()  # of an earlier call
         if total_epochs is not None:
             config.total_train_epochs = total_epochs
         check(config)
@@ -194,6 +203,15 @@ class PPOTrainer:
         )
 
 
+def _check_tasks(name: str, rows: Any) -> None:
+    """Raise BadSetting for what is no sequence of tasks."""
+    is_sequence = hasattr(rows, "__len__") and hasattr(rows, "__getitem__") and not isinstance(rows, str | Mapping)
+    if rows is not None and not is_sequence:
+        raise BadSetting(f"{name} is a {type(rows).__name__}; pass a list of dicts, one for each task")
+    if rows is not None and len(rows) and not isinstance(rows[0], Mapping):
+        raise BadSetting(f"{name} holds {type(rows[0]).__name__} where a dict was expected, one for each task")
+
+
 def require_step(book: Book, config: TrainConfig) -> None:
     """Raise NothingToTrain for a run that has ended without a step because its episodes failed."""
     book.catch_up()
@@ -205,6 +223,11 @@ def require_step(book: Book, config: TrainConfig) -> None:
         "arg_max(reason, closed_at) filter (state = 'failed') as reason from episodes where run_id = ?",
         [config.run_id],
     ).to_pylist()
+    if found["n"] and not found["n_failed"]:
+        raise NothingToTrain(
+            f"no step was trained: none of the groups of {found['n']} episodes was taken; a dynamic_filter_fn, or "
+            f"dynamic sampling, left out every one. `rollbook doctor {config.book_path}` says more"
+        )
     if found["n_failed"]:
         raise NothingToTrain(
             f"no step was trained: {found['n_failed']} of {found['n']} episodes failed, the last with "
