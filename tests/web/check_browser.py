@@ -132,6 +132,16 @@ async def test_hostile_words_are_only_words(made: Path) -> None:
         assert await page.locator("main img, main script, main iframe").count() == 0
 
 
+async def test_runs_and_a_group_of_four_fit_side_by_side_at_1280(made: Path) -> None:
+    async with opened(made) as page:
+        for at, region in (("#/", "runs"), ("#/group/math%2Fgrpo/math%2Fgrpo%2F9", "episodes side by side")):
+            await visit(page, at)
+            shown = page.get_by_role("region", name=region)
+            await expect(shown).to_be_visible()
+            hidden = await shown.evaluate("one => one.scrollWidth - one.clientWidth")
+            assert hidden <= 0, f"{at}: {hidden} px of {region} are cut off"
+
+
 async def test_the_page_follows_the_book(tmp_path: Path) -> None:
     with open_book(tmp_path / "book", writer="agent") as book:
         async with opened(tmp_path / "book") as page:

@@ -285,7 +285,8 @@ def _tree(episode: Episode, credits_of: dict[str, float | None], shown: _Shown) 
         _add(under, one, credits_of.get(one.interaction_id), shown)
         branches[one.interaction_id] = under
     for failure in episode.failures:
-        root.add(Text(f"failed call: {failure['error']}: {failure['message']}", style="red"))
+        what = "failed judgement" if failure["error"] == "RewardFailed" else "failed call"
+        root.add(Text(f"{what}: {failure['error']}: {failure['message']}", style="red"))
     return root
 
 

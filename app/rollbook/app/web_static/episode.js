@@ -309,7 +309,7 @@ export function GroupPage({ run, group, params }) {
   return html`
     <p class="crumbs"><a href=${address(["run", run])}>${run}</a> › <a href=${address(["run", run, "groups"])}>groups</a></p>
     <h1 class="name">${group}</h1>
-    <p class="facts"><span>task ${rows[0]?.task_id ?? "–"}</span><span>${number(total)} episodes, best first</span></p>
+    <p class="facts"><span>task ${rows[0]?.task_id ?? "–"}</span><span>${number(total)} episodes, best first${rows.length > 4 ? "; scroll sideways for more" : ""}</span></p>
     ${
       total > SIDE_BY_SIDE &&
       html`<nav class="pager" aria-label="pages of episodes">
