@@ -278,6 +278,22 @@ def test_a_judge_that_exits_fails_one_judgement_and_prints_into_no_answer(
     assert rewards(book_path, "v2") == {"ep_0": 1.0, "ep_2": 1.0}
 
 
+@pytest.mark.parametrize("words", [["reward", "none", "1", "--sql"], ["reward", "none", "my_rewards.py:score"]])
+def test_a_wrong_path_does_not_become_a_book(
+    words: list[str],
+    book_path: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    with pytest.raises(SystemExit):
+        main([*words, "--name", "v"])
+    assert "no book at none" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_async_judgements_run_at_once_as_many_as_allowed(book_path: str, paced: str, tmp_path: Path) -> None:
     tried(book_path, f"{paced}:slow", concurrency=3)
     began = noted(tmp_path, "began")

@@ -16,7 +16,15 @@ from rollbook.app.rescore import rescore, weights_sha256
 from rollbook.learner import PPOTrainer
 from rollbook.learner.config import ModelConfig
 from rollbook.learner.errors import NothingToTrain
-from rollbook.store import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, QueryRefused, open_book
+from rollbook.store import (
+    BookNotFound,
+    EpisodeClosed,
+    EpisodeOpened,
+    Event,
+    InteractionRecorded,
+    QueryRefused,
+    open_book,
+)
 
 PROMPT, FIRST, MORE, SECOND = [1, 2, 3], [4, 5], [6], [7, 8, 9]
 
@@ -145,3 +153,9 @@ def test_the_command_says_what_it_did(tmp_path: Path, book_path: Path, capsys: p
     told = capsys.readouterr().out
     assert "2 answers of 5 tokens scored as 'tiny'" in told
     assert "nats per token" in told
+
+
+def test_a_wrong_path_does_not_become_a_book(tmp_path: Path) -> None:
+    with pytest.raises(BookNotFound, match="no book at"):
+        rescore(tmp_path / "none", tiny_folder(tmp_path / "model"))
+    assert not (tmp_path / "none").exists()

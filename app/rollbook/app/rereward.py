@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ import duckdb
 from rollbook.agents.errors import WorkflowError
 from rollbook.store import BadSelection, Book, Event, InteractionFailed, QueryRefused, RewardGiven, open_book
 from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
+from rollbook.store.directory import read_manifest
 from rollbook.store.episodes import EpisodeRows
 from rollbook.store.expressions import literal, parse
 
@@ -150,6 +152,7 @@ def reward_by_function(
     (done, of). Raises WorkflowError for a function that cannot be had, or whose process dies.
     """
     pace = Pace(timeout_s, retries, concurrency, rate_per_s, batch, processes or os.cpu_count() or 1)
+    read_manifest(Path(book_path))  # a wrong path must not become a book
     _, source = judge_of(function)
     with (
         _Judges(book_path, function, pace) as judges,
@@ -206,6 +209,7 @@ def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | No
         f"select episode_id from episodes where state <> 'open' {condition} except "
         f"select episode_id from rewards where name = {literal(name)} and source = {literal(source)}"
     )
+    read_manifest(Path(book_path))
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
         names = {expression} if is_reward_name(expression) else parse(expression).columns - EPISODE_COLUMNS
         _want_rewards(book, *names)

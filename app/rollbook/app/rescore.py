@@ -22,6 +22,7 @@ from rollbook.learner.batches import load_rows
 from rollbook.learner.config import MicroBatchSpec, ModelConfig
 from rollbook.learner.learn import tries_of
 from rollbook.store import Book, Event, QueryRefused, TokensScored, open_book
+from rollbook.store.directory import read_manifest
 
 _CHUNK = 512
 """Answers that are scored and written down at a time; what a kill costs at most."""
@@ -68,6 +69,7 @@ def rescore(
     progress: called with (done, of). Raises QueryRefused, and BadSetting for a model that cannot be loaded or does not
     have the tokens.
     """
+    read_manifest(Path(book_path))  # a wrong path must not become a book
     folder = Path(model).resolve()
     name = name or folder.name
     weights = weights_sha256(folder)
