@@ -10,7 +10,7 @@ from rollbook.proxy.engine import Sampled, Sampling
 from rollbook.proxy.errors import BadRequest, ContextOverflow, EngineFailed, NotFound
 from rollbook.proxy.request import Piece, Reply, Request
 from rollbook.store import InteractionFailed
-from rollbook.store.events import decode_messages
+from rollbook.store.events import decode_messages, made_at
 
 pytestmark = pytest.mark.anyio
 
@@ -414,6 +414,9 @@ async def test_case_31_so_does_a_retry_that_says_so():
         talk.restart()
         again = await talk.items([user("a")], body_sha256="aa", tools=[BASH], is_stream=True, is_retry=True)
         assert plain(again[-1]) == plain(items[-1])
+        assert again[-1].created == int(made_at(again[-1].interaction_id) or 0), (
+            "not the second in which it was recorded"
+        )
         for name in ("text", "reasoning", "tool_name", "tool_arguments"):
             texts = ["".join(getattr(p, name) or "" for p in stream[:-1]) for stream in (items, again)]
             assert texts[0] == texts[1]

@@ -1,6 +1,7 @@
 """Events laid out as Arrow by hand: any Arrow reads them, and they are what Arrow itself would build."""
 
 import os
+import time
 import zlib
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.store import SCHEMA, DirectoryLog, Event, frames, rows
-from rollbook.store.events import SCHEMA_VERSION, encode_fact, from_batch
+from rollbook.store.events import SCHEMA_VERSION, encode_fact, from_batch, made_at, new_id
 from store_histories import events, interaction, same
 
 LISTS = ("prompt_ids", "output_ids", "logprobs", "versions", "entropies")
@@ -105,3 +106,11 @@ async def test_much_that_waits_is_written_in_parts_and_all_of_it_is_acknowledged
     assert sorted(got) == list(range(256))
     assert sum(sizes) == 256
     assert max(sizes) <= 40
+
+
+def test_an_id_says_when_it_was_made() -> None:
+    before = time.time()
+    made = made_at(new_id("chatcmpl"))
+    assert made is not None
+    assert before - 0.001 <= made <= time.time()
+    assert [made_at(id_) for id_ in ("", "mine", "c_" + "7" * 31, "c_" + "z" * 12 + "7" + "0" * 19)] == [None] * 4

@@ -31,6 +31,7 @@ from rollbook.store.events import (
     decode_messages,
     encode_messages,
     from_batch,
+    made_at,
     new_id,
 )
 from rollbook.store.log import Log
@@ -774,7 +775,7 @@ class Capture:
             sampled=output,
             sampled_logprobs=logprobs,
             prompt_ids=node.path()[: node.n_prompt].tolist() if request.extra.get("return_token_ids") else None,
-            created=event.recorded_at // 1_000_000,
+            created=int(made_at(node.interaction_id) or event.recorded_at / 1e6),  # as it was said the first time
             model=fact.model,
             version=int(event.versions[-1]) if event.versions is not None and len(event.versions) else 0,
         )
@@ -790,7 +791,6 @@ class _Call:
     interaction_id: str
     sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     reader: Reader | None = None
-    started_at: float = field(default_factory=time.time)
     started: float = field(default_factory=time.perf_counter)
     reads_at_end: bool = False  # nobody waits for text on the way
     is_read: bool = False
@@ -919,7 +919,7 @@ class _Call:
             sampled=self.output_ids,
             sampled_logprobs=self.logprobs,
             prompt_ids=prompt.ids.tolist() if request.extra.get("return_token_ids") else None,
-            created=int(self.started_at),
+            created=int(made_at(self.interaction_id) or time.time()),
             model=request.model if request.model != "default" else model,
             version=self.spans[-1][0] if self.spans else 0,
         )

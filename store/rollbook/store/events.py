@@ -75,6 +75,17 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{new_event_id().hex()}"
 
 
+def made_at(id_: str) -> float | None:
+    """When `new_id` made it, in seconds since the epoch; None for an id that is not of that form."""
+    stamp = id_[-32:]
+    if len(id_) < 33 or id_[-33] != "_" or stamp[12] != "7":
+        return None
+    try:
+        return (int(stamp, 16) >> 80) / 1000
+    except ValueError:
+        return None
+
+
 class Fact(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The small part of an event. The kind of the event is the name of the class."""
 
