@@ -25,6 +25,7 @@ from rollbook.proxy.parsing import REASONING_PARSERS, TOOL_PARSERS
 
 from .config import GRPOConfig, read_tree, split_command_line, to_config
 from .models import prepare_model
+from .training import prepare_models
 
 NAMES = Path(__file__).with_name("areal_names")
 _log = logging.getLogger("rollbook.app")
@@ -66,8 +67,7 @@ class PPOTrainer(_PPOTrainer):
     def __init__(
         self, config: GRPOConfig, train_dataset: Any = None, valid_dataset: Any = None, **keywords: Any
     ) -> None:
-        config.actor.path = str(prepare_model(config.actor.path))
-        config.tokenizer_path = config.tokenizer_path or config.actor.path
+        prepare_models(config)
         super().__init__(config, train_dataset, valid_dataset, **keywords)
 
     def train(self, workflow: Any = None, eval_workflow: Any = None, *arguments: Any, **keywords: Any) -> None:

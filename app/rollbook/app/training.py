@@ -26,10 +26,15 @@ def train(config_path: str, overrides: Sequence[str] = ()) -> None:
     train_on(config)
 
 
+def prepare_models(config: GRPOConfig) -> None:
+    """Put folders in place of the names of models that we know."""
+    config.actor.path = str(prepare_model(config.actor.path))
+    config.tokenizer_path = str(prepare_model(config.tokenizer_path)) if config.tokenizer_path else config.actor.path
+
+
 def train_on(config: GRPOConfig, *, rows: Sequence[Any] | None = None) -> None:
     """The same from a config that is loaded. rows: the training tasks; None: those of `train_dataset`."""
-    config.actor.path = str(prepare_model(config.actor.path))
-    config.tokenizer_path = config.tokenizer_path or config.actor.path
+    prepare_models(config)
     if rows is None and config.train_dataset.path:
         rows = get_custom_dataset(split="train", dataset_config=config.train_dataset)
     valid = config.valid_dataset
