@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-schedulers test-cluster test-hostile test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-programs test-rooms test-schedulers test-cluster test-hostile test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,7 +38,15 @@ test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=line --keep-going test-programs test-rooms
+
+# The suite in two halves that take as long: whole programs, which mostly wait for one another, and the rest.
+PROGRAMS := tests/agents tests/app
+test-programs:
+	$(BIN)/python -m pytest $(PROGRAMS)
+
+test-rooms:
+	$(BIN)/python -m pytest $(PROGRAMS:%=--ignore=%)
 
 $(VENV)/ray.stamp: pyproject.toml $(VENV)/dev.stamp
 	$(BIN)/pip install --quiet --editable '.[ray]'

@@ -193,8 +193,8 @@ class LocalRollouts:
                     refused = text
                     _say(f"{path} asks for {text} servers, and the next one did not come up: {error}")
                     continue
+                self._servers = {**self._servers, number: program}  # first: `check` must know of whoever gets sessions
                 await self._proxies.add(program)
-                self._servers = {**self._servers, number: program}
             else:
                 await self._part_with(max(self._servers))
 
