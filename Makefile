@@ -38,7 +38,7 @@ test: $(VENV)/dev.stamp  ## every check: lint, format, types, arrows, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) --jobs=2 --output-sync=line --keep-going test-programs test-rooms
+	$(MAKE) --jobs=2 --keep-going test-programs test-rooms
 
 # The suite in two halves that take as long: whole programs, which mostly wait for one another, and the rest.
 PROGRAMS := tests/agents tests/app
