@@ -235,6 +235,13 @@ class EngineContract:
             await collect(engine, generation([5, 6, 7], max_tokens=3))
 
     @pytest.mark.anyio
+    async def test_one_that_runs_is_not_started_again_and_goes_on(self, engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match="runs already"):
+            async with engine:  # type: ignore[attr-defined]
+                pass
+        assert len(ids_of(await collect(engine, generation([5, 6, 7], max_tokens=3)))) == 3
+
+    @pytest.mark.anyio
     async def test_leaving_ends_running_requests(self) -> None:
         seen: list[Sampled] = []
         ended = anyio.Event()

@@ -224,29 +224,29 @@ def _json(text: str) -> object:
 async def test_every_dialect_gets_what_it_insists_on_from_a_model_that_knows_nothing(folder):
     log = MemoryLog()
     tokenizer = Tokenizer.load(folder)
-    async with EmbeddedEngine(folder, device="cpu", threads=1, seed=1) as engine:
-        service = Service(log=log, engine=engine, tokenizer=tokenizer, config=ServeConfig(admin_key="admin"))
-        async with serve(service) as url, httpx.AsyncClient(base_url=url) as http:
-            started = await http.post("/rl/start_session", json={"task_id": "t"}, headers={"x-api-key": "admin"})
-            http.headers["x-api-key"] = started.json()["api_key"]
-            for dialect, (path, body, required, named, form) in DIALECTS.items():
-                for wish in (required, named):
-                    answer = await http.post(path, json={**body, **wish})
-                    assert answer.status_code == 200, answer.text
-                    text, calls = read(dialect, answer.json())
-                    assert text == ""
-                    assert calls
-                    if "parallel" not in str(wish):  # this model calls till it is cut
-                        calls = calls[:1]
-                    assert [name for name, _ in calls] == ["weather"]
-                    assert is_good(calls[0][1])
-                answer = await http.post(path, json={k: v for k, v in (body | form).items() if k != "tools"})
-                assert is_good(json.loads(read(dialect, answer.json())[0])), answer.text
-            wrong = {
-                "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": {"not": {}, "if": 1}}}
-            }
-            answer = await http.post("/v1/chat/completions", json={"messages": [user("a")], **wrong})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
+    engine = EmbeddedEngine(folder, device="cpu", threads=1, seed=1)
+    service = Service(log=log, engine=engine, tokenizer=tokenizer, config=ServeConfig(admin_key="admin"))
+    async with serve(service) as url, httpx.AsyncClient(base_url=url) as http:
+        started = await http.post("/rl/start_session", json={"task_id": "t"}, headers={"x-api-key": "admin"})
+        http.headers["x-api-key"] = started.json()["api_key"]
+        for dialect, (path, body, required, named, form) in DIALECTS.items():
+            for wish in (required, named):
+                answer = await http.post(path, json={**body, **wish})
+                assert answer.status_code == 200, answer.text
+                text, calls = read(dialect, answer.json())
+                assert text == ""
+                assert calls
+                if "parallel" not in str(wish):  # this model calls till it is cut
+                    calls = calls[:1]
+                assert [name for name, _ in calls] == ["weather"]
+                assert is_good(calls[0][1])
+            answer = await http.post(path, json={k: v for k, v in (body | form).items() if k != "tools"})
+            assert is_good(json.loads(read(dialect, answer.json())[0])), answer.text
+        wrong = {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": {"not": {}, "if": 1}}}
+        }
+        answer = await http.post("/v1/chat/completions", json={"messages": [user("a")], **wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
     facts = [e.fact for b in log.read() for e in from_batch(b) if isinstance(e.fact, InteractionRecorded)]
     assert len(facts) == 9
     for fact in facts:

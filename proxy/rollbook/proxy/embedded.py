@@ -39,7 +39,17 @@ from rollbook.store.events import Int32s
 
 from .checkpoint import CANARY, Canary, compare_canaries, read_canaries
 from .draw import Dice, draw
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled, check_sampling
+from .engine import (
+    EMPTY_IDS,
+    EMPTY_LOGPROBS,
+    FinishReason,
+    Generation,
+    Health,
+    LogprobsMode,
+    Sampled,
+    check_sampling,
+    refuse_twice,
+)
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
 from .guide import Guide, Guides
 from .kv import PrefixTree, Rows
@@ -108,6 +118,7 @@ class EmbeddedEngine:
         self._loading = anyio.Lock()
 
     async def __aenter__(self) -> "EmbeddedEngine":
+        refuse_twice(self._thread is not None)
         if self._worker.is_closing:
             raise EngineUnavailable("this embedded engine was stopped; make a new one")
         loop = asyncio.get_running_loop()

@@ -52,6 +52,14 @@ def check_sampling(sampling: Sampling) -> None:
             raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
 
 
+def refuse_twice(is_entered: bool) -> None:
+    """Two that run one engine would spoil each other's answers. Raises RuntimeError."""
+    if is_entered:
+        raise RuntimeError(
+            "this engine runs already; enter it once, or give it to a Service or to Replicas, which enter it themselves"
+        )
+
+
 class Call(msgspec.Struct, frozen=True):
     """A tool call as the model writes it: `begin`, arguments that fit a JSON schema, `end`."""
 
@@ -118,7 +126,7 @@ class Engine(Protocol):
     """Implementations: scripted, embedded (transformers), vllm, sglang, replay; one contract suite.
 
     Engines are async context managers: entering starts what must run, leaving ends every request and gives the
-    memory back.
+    memory back. Entering one that is entered raises RuntimeError (`refuse_twice`).
     """
 
     logprobs_mode: LogprobsMode

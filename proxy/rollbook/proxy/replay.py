@@ -17,7 +17,7 @@ from rollbook.store.episodes import Interaction
 from rollbook.store.events import Float32s, Int32s
 from rollbook.store.tree import shared_prefix
 
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, FinishReason, Generation, Health, LogprobsMode, Sampled, refuse_twice
 from .errors import BadRequest, EngineUnavailable
 
 _SHOWN = 200
@@ -72,6 +72,7 @@ class ReplayEngine:
         return sum(len(queue) for queue in self._waiting.values())
 
     async def __aenter__(self) -> "ReplayEngine":
+        refuse_twice(self._is_open)
         self._is_open = True
         return self
 

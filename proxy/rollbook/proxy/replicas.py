@@ -23,7 +23,7 @@ import xxhash
 
 from rollbook.store.events import Int32s
 
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, Generation, Health, LogprobsMode, Sampled
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Engine, Generation, Health, LogprobsMode, Sampled, refuse_twice
 from .errors import EngineFailed, EngineUnavailable, ProxyError
 
 Update: TypeAlias = Literal["rolling", "barrier"]
@@ -84,6 +84,7 @@ class Replicas:
     # -- being there
 
     async def __aenter__(self) -> Self:
+        refuse_twice(self._is_open)
         async with AsyncExitStack() as stack:
             for replica in self._replicas:
                 stack.push_async_exit(replica.engine)  # type: ignore[type-var]

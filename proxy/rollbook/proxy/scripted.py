@@ -15,7 +15,7 @@ import numpy as np
 
 from rollbook.store.events import Float32s, Int32s
 
-from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled, check_sampling
+from .engine import EMPTY_IDS, EMPTY_LOGPROBS, Generation, Health, LogprobsMode, Sampled, check_sampling, refuse_twice
 from .errors import ContextOverflow, EngineFailed, EngineUnavailable
 
 Script = Callable[[Generation], Sequence[int] | Awaitable[Sequence[int]]]
@@ -90,6 +90,7 @@ class ScriptedEngine:
         self._is_open = False
 
     async def __aenter__(self) -> "ScriptedEngine":
+        refuse_twice(self._is_open)
         self._is_open = True
         return self
 

@@ -54,6 +54,7 @@ from .engine import (
     Sampled,
     Sampling,
     check_sampling,
+    refuse_twice,
 )
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
 from .upstream import Events
@@ -217,6 +218,7 @@ class ServedEngine(abc.ABC):
     # -- being there
 
     async def __aenter__(self) -> Self:
+        refuse_twice(self._session is not None)
         # No limits and no clock of aiohttp's: a paused stream may be silent for as long as weights take.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60), timeout=aiohttp.ClientTimeout(total=None)

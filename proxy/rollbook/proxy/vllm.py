@@ -27,7 +27,7 @@ import numpy as np
 from rollbook.store.events import Int32s
 
 from .checkpoint import is_adapter, is_tied, write_untied
-from .engine import Form, Sampling
+from .engine import Form, Sampling, refuse_twice
 from .errors import BadRequest, EngineFailed, EngineUnavailable
 from .form import structural_tag
 from .served import Broken, ServedEngine, Upstream, said
@@ -93,6 +93,7 @@ class VLLMEngine(ServedEngine):
     _is_stuck = False  # reloading would leave the old head
 
     async def __aenter__(self) -> Self:
+        refuse_twice(self._session is not None)
         self._scratch = tempfile.TemporaryDirectory(prefix="rollbook-untied-")
         self._serves = self._model
         try:
