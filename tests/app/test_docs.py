@@ -32,7 +32,12 @@ def test_every_block_of_the_documents_runs(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     done = subprocess.run(
         [sys.executable, ROOT / "tests/docs_blocks.py", tmp_path / "here", *pages, tmp_path / "wrong.md"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),  # as where it is installed
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
     )
