@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
-from rollbook.app.cli import main
+from commands import printed
 from rollbook.app.models import prepare_model
 from rollbook.app.reading import print_table
 from rollbook.store import (
@@ -35,13 +35,8 @@ from rollbook.store.events import encode_messages
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     """The exit status and all that was printed, on one line."""
-    status = 0
-    try:
-        main(words)
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    printed = capsys.readouterr()
-    return status, " ".join((printed.out + printed.err).split())
+    status, text = printed(capsys, *words)
+    return status, " ".join(text.split())
 
 
 @pytest.fixture

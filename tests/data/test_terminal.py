@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from commands import printed
 from rollbook.app import cli
-from rollbook.app.cli import main
 from rollbook.app.reading import print_table, show_episode
 from rollbook.app.terminal.doctor import examine
 from rollbook.store import (
@@ -30,16 +30,6 @@ from rollbook.store import (
 from rollbook.store.events import encode_messages
 from views_books import event, interaction
 from web_book import TOKENIZER
-
-
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    status = 0
-    try:
-        main(words)
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    said = capsys.readouterr()
-    return status, said.out + said.err
 
 
 @pytest.mark.parametrize("name", ["runs", "groups", "episodes"])

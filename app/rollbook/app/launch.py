@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -145,6 +146,17 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Stop all programs that it started. Twice is once."""
         ...
+
+
+def let_go(keeper: subprocess.Popen[bytes], wait_s: float) -> None:
+    """End a keeper that is held by its standard input, and with it the program; killed where that takes longer."""
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        keeper.wait(wait_s)
+    if keeper.poll() is None:
+        keeper.kill()
+        keeper.wait()
 
 
 class Ticket(Protocol):

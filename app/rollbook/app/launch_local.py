@@ -3,9 +3,8 @@
 import os
 import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 
-from .launch import END_S, Job, LaunchFailed, Supervisor, Ticket
+from .launch import END_S, Job, LaunchFailed, Supervisor, Ticket, let_go
 
 
 class _Process:
@@ -29,13 +28,7 @@ class _Process:
         return None if status is None else f"its keeper ended with status {status}"
 
     def end(self, wait_s: float) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_s)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        let_go(self._process, wait_s)
 
 
 class LocalLauncher(Supervisor):

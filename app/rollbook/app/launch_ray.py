@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .launch import LOST_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket
+from .launch import LOST_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket, let_go
 from .local import LocalRollouts
 
 
@@ -38,13 +38,7 @@ class _Holder:
         return self._process.poll()
 
     def end(self, wait_s: float) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_s)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        let_go(self._process, wait_s)
 
 
 class _Actor:

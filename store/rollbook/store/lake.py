@@ -43,7 +43,7 @@ from .appending import Appending, Numbering, Request, answer
 from .directory import LAKE_FORMAT, read_manifest, write_manifest
 from .errors import BookBusy, BookNotFound, LogCorrupt, StoreError
 from .events import SCHEMA
-from .log import START, Cursor, TokenPlaces, advance
+from .log import START, Cursor, TokenPlaces, advance, gather_rows
 from .sealing import sync_folder
 
 _log = logging.getLogger("rollbook.store")
@@ -424,11 +424,7 @@ class LakeLog(Appending):
             wait_s = min(wait_s * 1.3, _POLL_S[1])
 
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
-        rows: list[pa.RecordBatch] = []
-        for writer, position in pointers:
-            first, batch = self._block(writer, position)
-            rows.append(batch.slice(position - first, 1))
-        return pa.Table.from_batches(rows, SCHEMA)
+        return gather_rows(pointers, self._block)
 
     def token_places(self, writer: str, position: int) -> TokenPlaces:
         first, batch = self._block(writer, position)

@@ -5,14 +5,14 @@ the positions of its own writer, gap-free from 0, and reads the events of every 
 one position per writer: the next one to read. Nothing here knows about trees, rewards or SQL.
 """
 
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from .events import Event
+from .events import SCHEMA, Event
 
 Cursor = Mapping[str, int]
 """Writer -> the next position to read. Missing writers are read from 0."""
@@ -72,6 +72,17 @@ class Log(Protocol):
     def close(self) -> None:
         """Finish what was accepted and give the files back. Closing twice is closing once."""
         ...
+
+
+def gather_rows(
+    pointers: Sequence[tuple[str, int]], batch_at: Callable[[str, int], tuple[int, pa.RecordBatch]]
+) -> pa.Table:
+    """`Log.gather` of a log that can say which batch holds a position, and where that batch begins."""
+    rows: list[pa.RecordBatch] = []
+    for writer, position in pointers:
+        first, batch = batch_at(writer, position)
+        rows.append(batch.slice(position - first, 1))
+    return pa.Table.from_batches(rows, SCHEMA)
 
 
 def advance(cursor: Cursor, batch: pa.RecordBatch) -> dict[str, int]:

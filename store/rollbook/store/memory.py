@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from .appending import Numbering
 from .errors import LogClosed
-from .events import SCHEMA, Event
-from .log import START, Cursor, TokenPlaces, advance
+from .events import Event
+from .log import START, Cursor, TokenPlaces, advance, gather_rows
 from .rows import admit, decode, message, token_places_of
 
 
@@ -76,11 +76,7 @@ class MemoryLog:
             await anyio.sleep(0.002)
 
     def gather(self, pointers: Sequence[tuple[str, int]]) -> pa.Table:
-        rows: list[pa.RecordBatch] = []
-        for writer, position in pointers:
-            first, batch = self._batch_at(writer, position)
-            rows.append(batch.slice(position - first, 1))
-        return pa.Table.from_batches(rows, SCHEMA)
+        return gather_rows(pointers, self._batch_at)
 
     def token_places(self, writer: str, position: int) -> TokenPlaces:
         first, batch = self._batch_at(writer, position)
