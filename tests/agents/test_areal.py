@@ -132,7 +132,6 @@ def run(folder: Path, script: str, *overrides: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", [TRAIN, WORKFLOW], ids=["agent", "workflow"])
 def test_an_areal_script_runs_unchanged_to_a_trained_step(tmp_path, script):
     done = run(tmp_path, script, "scheduler.type=local", "workflow=my_agent.MathAgent")

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.agents.data import get_custom_dataset, order, task_id_of, tasks_of, weights_from_sql
@@ -100,6 +100,7 @@ def test_a_task_keeps_its_id_and_without_one_gets_its_content_hash():
     assert task_id_of({"a": np.int64(1)}) == task_id_of({"a": 1})
 
 
+@settings(deadline=None)
 @given(n=st.integers(0, 200), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
 def test_an_epoch_draws_every_row_once_and_always_in_the_same_order(n, seed, epoch):
     first = order(n, epoch=epoch, seed=seed)

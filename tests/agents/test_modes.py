@@ -78,7 +78,7 @@ async def test_what_a_subprocess_agent_does_wrong_is_its_episodes_reason(agent, 
 async def test_a_subprocess_agent_that_hangs_is_killed_at_its_time_limit():
     agent = SubprocessAgent("agents_jobs.hang_for", max_workers=1)
     tasks = tasks_of([{"id": "a", "seconds": 3600}, {"id": "b", "seconds": 0}])
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         episodes = await run(agent, tasks, max_concurrent=1, time_limit_s=2)
     assert [e.state for e in episodes] == ["failed", "done"]
     assert "took longer than 2 s" in episodes[0].reason
@@ -144,7 +144,7 @@ async def test_a_program_that_hangs_is_ended_with_what_it_started(tmp_path, monk
         open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
         time.sleep(3600)
     """)
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         (episode,) = await run(agent, time_limit_s=2)
     assert "took longer than 2 s" in episode.reason
     await anyio.to_thread.run_sync(gone, int((tmp_path / "pid").read_text()))
@@ -156,7 +156,7 @@ async def test_what_a_program_leaves_running_ends_with_it(tmp_path):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
     """)
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         (episode,) = await run(agent)
     assert episode.state == "done"
     await anyio.to_thread.run_sync(gone, int((tmp_path / "pid").read_text()))

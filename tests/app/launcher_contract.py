@@ -32,7 +32,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def until(is_so: Callable[[], bool], seconds: float = 30) -> None:
+def until(is_so: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, f"it did not come about within {seconds} s"
@@ -100,7 +100,7 @@ class LauncherContract:
         programs = launcher.start(command("serves"), log_path=tmp_path / "log", n=4)
         for program in programs:
             os.kill(pids(program)[0], signal.SIGKILL)
-        until(lambda: all(program.n_starts == 2 and program.is_up for program in programs), 45)
+        until(lambda: all(program.n_starts == 2 and program.is_up for program in programs), 90)
         for program in programs:
             program.check()
 
@@ -113,7 +113,7 @@ class LauncherContract:
 
     def test_work_is_done_when_it_ended_well(self, launcher: Supervisor, tmp_path: Path) -> None:
         [program] = launcher.start(command("works", str(tmp_path / "out")), log_path=tmp_path / "log", is_server=False)
-        assert program.wait(30)
+        assert program.wait(60)
         program.check()
         assert (tmp_path / "out").read_text() == "done"
 
@@ -128,7 +128,7 @@ class LauncherContract:
             assert not is_alive(first[1]), "what a dead server had started is ended"
             program.check()
             os.kill(second[0], signal.SIGKILL)
-            assert program.wait(30)
+            assert program.wait(60)
             with pytest.raises(LaunchFailed, match="not started again after 1 restarts"):
                 program.check()
 
@@ -140,7 +140,7 @@ class LauncherContract:
             keeper = next(pid for pid, line in processes() if "rollbook.app.keeper" in line and str(tmp_path) in line)
             os.kill(keeper, signal.SIGSTOP)
             try:
-                until(lambda: program.n_starts > n and program.is_up, 45)
+                until(lambda: program.n_starts > n and program.is_up, 90)
             finally:
                 if is_alive(keeper):
                     os.kill(keeper, signal.SIGCONT)

@@ -44,7 +44,6 @@ train_dataset:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_only_tasks_that_are_neither_too_easy_nor_too_hard_are_drawn_again(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "config.yaml").write_text(CONFIG)

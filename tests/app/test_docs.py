@@ -24,7 +24,6 @@ PAGES = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_every_block_of_the_documents_runs(tmp_path: Path) -> None:
     first = DOCS / "quickstart.md"  # makes the files that others name
     pages = [first, *(page for page in PAGES if ".zh-CN" not in page.name and page != first)]
@@ -93,7 +92,6 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],

@@ -45,7 +45,6 @@ def test_the_interval_of_other_rewards_is_the_normal_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_command_measures_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = '{"messages": [{"role": "user", "content": "What is %d * 10 + 5?"}], "answer": "%d"}\n'
     (tmp_path / "test.jsonl").write_text("".join(row % (a, 10 * a + 5) for a in (3, 9)))
@@ -88,7 +87,6 @@ class Mine:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_agent_is_run_as_a_training_run_would(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(AGENT)
     (tmp_path / "test.jsonl").write_text("".join(f'{{"answer": "{a}"}}\n' for a in ("now", "late")))

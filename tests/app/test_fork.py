@@ -192,7 +192,6 @@ async def test_what_is_not_in_the_book_cannot_be_forked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_command_forks_an_episode_of_a_book(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(examples_folder()), *sys.path])}
 

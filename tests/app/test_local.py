@@ -108,7 +108,7 @@ class Asking:
     """An agent that asks twice."""
 
     async def run(self, data: dict[str, object], *, base_url: str, api_key: str) -> float:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
             for _turn in range(2):
                 body = {"model": "m", "messages": data["messages"]}
                 (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
@@ -116,7 +116,6 @@ class Asking:
         return 1.0
 
 
-@pytest.mark.timeout(90)
 def test_servers_come_and_go_while_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +142,7 @@ def test_servers_come_and_go_while_the_run_goes_on(
     tasks = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"}]} for i in range(8)]
 
     def until(is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 100
         while not is_so():
             rollouts.check()
             assert time.monotonic() < deadline

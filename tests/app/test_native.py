@@ -45,7 +45,6 @@ actor:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_guides_agent_and_script_train_a_step(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text((examples_folder() / "openai_agents_math.py").read_text())
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -85,7 +84,6 @@ with open(os.environ["ROLLBOOK_REWARD_FILE"], "w") as file:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_program_is_trained_without_a_workflow_and_its_replies_are_read_as_the_config_says(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM)
     (tmp_path / "config.yaml").write_text(CONFIG)

@@ -39,7 +39,6 @@ def test_agents_is_the_openai_sdk_from_the_repository_root(way: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_wheel_holds_every_module_and_nothing_at_top_level_but_rollbook(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],

@@ -14,8 +14,6 @@ import pytest
 from app.played import record
 from rollbook.app.playback import replay
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.parametrize("workflow", ["openai_agents_math.MathAgent", "langchain_math.MathAgent"])
 def test_an_agent_ends_as_it_did_byte_for_byte(workflow: str) -> None:

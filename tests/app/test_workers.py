@@ -39,7 +39,7 @@ def two_workers(folder: Path, *more: str) -> Iterator[dict[str, Any]]:
         yield json.loads((folder / "address.json").read_text())
     finally:
         program.send_signal(signal.SIGTERM)
-        assert program.wait(20) == 0
+        assert program.wait(100) == 0
     assert verify(folder / "book").is_whole
 
 
@@ -52,7 +52,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str
 
 
 # Each request on a connection of its own, so that the kernel deals it to any worker.
-HTTP = httpx.Client(timeout=10, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def call(method: str, url: str, key: str, body: Any = None) -> httpx.Response:

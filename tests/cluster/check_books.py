@@ -94,7 +94,6 @@ def content(path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(240)
 def test_local_slurm_and_ray_make_the_same_book(books: dict[str, Path]) -> None:
     local, slurm, ray = (content(books[scheduler]) for scheduler in ("local", "slurm", "ray"))
     assert [row["version"] for row in local["policies"]] == list(range(STEPS + 1))

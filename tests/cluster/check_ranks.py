@@ -72,7 +72,6 @@ def losses(path: Path) -> list[float]:
     return [json.loads(text)["loss"] for text in rows.column(0).to_pylist()]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("cluster", ["slurm", "ray"], indirect=True)
 def test_two_ranks_under_a_launcher_train_what_one_process_trains(
     cluster: tuple[Supervisor, list[str]], alone: Path, tmp_path: Path

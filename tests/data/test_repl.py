@@ -53,7 +53,7 @@ class Terminal:
 
     def end(self) -> int:
         self.answer("\x04")
-        return self._process.wait(20)
+        return self._process.wait(100)
 
     def stop(self) -> None:
         self._process.kill()

@@ -26,7 +26,6 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["learner.killed"])
 
 # Two whole runs each; a machine that does other work beside is no reason to fail.
-pytestmark = pytest.mark.timeout(240)
 
 FACTS = ("loss", "reward", "grad_norm", "entropy", "lr", "n_rows")
 
@@ -34,8 +33,8 @@ FACTS = ("loss", "reward", "grad_norm", "entropy", "lr", "n_rows")
 def run(root: Path, model: str, point: str, count: int) -> int:
     process = PROCESSES.Process(target=killed.main, args=(str(root), model, point, str(count)))
     process.start()
-    process.join(100)
-    assert process.exitcode is not None, "the run did not end within 100 s"
+    process.join(200)
+    assert process.exitcode is not None, "the run did not end within 200 s"
     return process.exitcode
 
 

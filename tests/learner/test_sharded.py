@@ -26,8 +26,6 @@ from rollbook.learner.learn import learn
 from rollbook.learner.rows import Rows
 from rollbook.learner.trie import cost, micro_batches
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module", params=[2, 3])
 def team(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:

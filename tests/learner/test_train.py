@@ -96,7 +96,6 @@ def test_a_finished_run_started_again_does_nothing(tmp_path: Path, model: str) -
     assert [m["loss"] for m in after] == [m["loss"] for m in before]
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks_go_on_where_one_was_and_train_the_same(tmp_path: Path, model: str) -> None:
     whole = run(echo_config(tmp_path / "one", model, total_train_epochs=4), EchoRollouts())
     config = echo_config(tmp_path / "two", model, total_train_epochs=4, actor__device="cpu")

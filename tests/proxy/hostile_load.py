@@ -41,8 +41,6 @@ async def main():
 anyio.run(main, backend_options={{"use_uvloop": True}})
 """
 
-pytestmark = pytest.mark.timeout(170)
-
 
 class Victim:
     """The server, and how it does."""

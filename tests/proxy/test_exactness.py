@@ -38,7 +38,7 @@ def running():
     with (
         anyio.from_thread.start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serving(script, chunk_tokens=3)) as served,
-        httpx.Client(base_url=served.url, trust_env=False, timeout=20) as http,
+        httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http,
     ):
         yield portal, served, http, prompts
 

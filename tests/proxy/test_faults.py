@@ -26,14 +26,14 @@ QUICK = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=0.05)
 PATIENT = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=20)
 
 
-async def until(holds, seconds=5.0):
+async def until(holds, seconds=60.0):
     """Wait for something to become true."""
     with anyio.fail_after(seconds):
         while not holds():  # noqa: ASYNC110 - what is waited for has no event
             await anyio.sleep(0.01)
 
 
-async def post(served, key, body, path="/v1/chat/completions", headers=None, timeout=20):
+async def post(served, key, body, path="/v1/chat/completions", headers=None, timeout=60):
     async with httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=timeout) as http:
         return await http.post(path, json=body, headers={"authorization": f"Bearer {key}", **(headers or {})})
 

