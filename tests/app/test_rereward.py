@@ -123,6 +123,20 @@ def test_sql_judges_by_columns_and_other_rewards(book_path: str) -> None:
     assert judged(reward_by_sql(book_path, "1", name="all", where="true -- a comment")) == (3, 0, 0, 0)
 
 
+@pytest.mark.parametrize(("expression", "got"), [("1 / reward", "inf"), ("0 / reward", "nan"), ("ln(reward)", "-inf")])
+def test_sql_that_gives_no_finite_number_is_a_recorded_failure_and_null_is_no_opinion(
+    book_path: str, expression: str, got: str
+) -> None:
+    only_two = f"case when episode_id <> 'ep_2' then {expression} end"
+    assert judged(reward_by_sql(book_path, only_two, name="w")) == (1, 1, 1, 0)
+    assert rewards(book_path, "w").keys() == {"ep_1"}
+    with open_book(book_path) as book:
+        (failure,) = book.sql("select episode_id, error, message from failures").to_pylist()
+    assert (failure["episode_id"], failure["error"]) == ("ep_0", "RewardFailed")
+    assert failure["message"].endswith(f"expected a finite number or NULL, got {got}")
+    assert judged(reward_by_sql(book_path, only_two, name="w")) == (0, 1, 1, 0), "what failed is tried again"
+
+
 def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["reward", book_path, f"{tmp_path}/my_rewards.py:score", "--name", "v2", "--processes", "1"])
     assert "3 episodes judged as 'v2' by my_rewards:score@" in " ".join(capsys.readouterr().out.split())
@@ -150,6 +164,9 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
         (["reward", "BOOK", "my_rewards.py:late", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "reward * 2", "--sql", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "rewrad * 2", "--sql", "--name", "v"], "the book has no reward rewrad; it has reward"),
+        (["reward", "BOOK", "1 // (reward - reward)", "--sql", "--name", "v"], "cannot be computed: Invalid Input Error"),
+        (["reward", "BOOK", "state::double", "--sql", "--name", "v"], "Could not convert string 'done'"),
+        (["reward", "BOOK", "nonsense(reward)", "--sql", "--name", "v"], "nonsense does not exist"),
         (["rewards", "BOOK", "reward", "v2"], "the book has no reward v2; it has reward"),
         (["replay", "BOOK", "ep_0", "json.JSONDecoder", "--tokenizer", "tiny"], "kept no dataset row of ep_0"),
         (["run-areal", "none.py"], "there is no script none.py"),

@@ -199,7 +199,8 @@ def reward_by_function(
 
 
 def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | None = None) -> Outcome:
-    """Judge ended episodes by an expression over the episodes table and the names of other rewards. NULL: no opinion.
+    """Judge ended episodes by an expression over the episodes table and the names of other rewards. NULL: no opinion;
+    what is no finite number has failed, as with a function.
 
     Raises BadSelection for an expression that cannot be read or names a reward that the book does not have.
     """
@@ -214,8 +215,8 @@ def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | No
         names = {expression} if is_reward_name(expression) else parse(expression).columns - EPISODE_COLUMNS
         _want_rewards(book, *names)
         n_wanted: int = _ask(book, f"select count(*) as n from ({wanted})")["n"][0].as_py()
-        n_judged = book.rereward(expression, name=name, source=source, episodes=wanted)
-    return Outcome(source, n_judged=n_judged, n_no_opinion=n_wanted - n_judged)
+        n_judged, n_failed = book.rereward(expression, name=name, source=source, episodes=wanted)
+    return Outcome(source, n_judged=n_judged, n_failed=n_failed, n_no_opinion=n_wanted - n_judged - n_failed)
 
 
 def _ask(book: Book, statement: str) -> Any:

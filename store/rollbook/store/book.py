@@ -8,6 +8,7 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import open_log
 from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
-from .events import Event, RewardGiven
+from .events import Event, Fact, InteractionFailed, RewardGiven
 from .log import Log
 from .relations import names_tokens, read_tokens
 from .selection import Selection, discards_query, episodes_query, select_query
@@ -128,39 +129,47 @@ class Book:
         selection: Selection | None = None,
         episodes: str | None = None,
         details: dict[str, Any] | None = None,
-    ) -> int:
+    ) -> tuple[int, int]:
         """Give stored episodes another reward, computed by an SQL expression; the earlier ones stay as they are.
 
         expression: over the columns of `episodes` and the names of rewards, as in `credit.py`; where it is NULL no
-        reward is given. name: of the new reward. Of which episodes says selection or episodes, an SQL query for their
-        ids (default: of all). Durable when this returns, and in the tables. Returns how many were given. Raises
-        BadSelection, and LogClosed for a reader.
+        reward is given, where it is no finite number the failure is recorded (`failures`). name: of the new reward. Of
+        which episodes says selection or episodes, an SQL query for their ids (default: of all). Durable when this
+        returns, and in the tables. Returns how many were given and how many failed. Raises BadSelection, and LogClosed
+        for a reader.
         """
         if selection is not None and episodes is not None:
             raise BadSelection("expected a selection or a query for the episodes, got both; put one into the other")
         only = episodes if selection is None else "select episode_id from _chosen"
         tables = {} if selection is None else {"_chosen": self.sql(episodes_query(selection))}
-        given = self.sql(
-            f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
-            "join episodes e using (episode_id) where isfinite(r.value) order by e.episode_id",
-            **tables,
-        )
-        runs, ids, values = (given[column].to_pylist() for column in ("run_id", "episode_id", "value"))
+        try:
+            found = self.sql(
+                f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
+                "join episodes e using (episode_id) where r.value is not null order by e.episode_id",
+                **tables,
+            )
+        except duckdb.Error as error:  # what cannot be computed of some row, or a function that is not there
+            raise BadSelection(f"the reward {expression!r} cannot be computed: {str(error).strip()}") from error
+        runs, ids, values = (found[column].to_pylist() for column in ("run_id", "episode_id", "value"))
         details = {"expression": expression, **(details or {})}
+
+        def judged(value: float) -> Fact:
+            if math.isfinite(value):
+                return RewardGiven(value=value, name=name, source=source, details=details)
+            message = f"{source}: expected a finite number or NULL, got {value}"
+            return InteractionFailed(error="RewardFailed", message=message, status=0, dialect="reward")
+
         for start in range(0, len(values), _BULK):
             part = slice(start, start + _BULK)
             self.log.append_blocking(
                 *(
-                    Event(
-                        run_id=run,
-                        episode_id=episode,
-                        fact=RewardGiven(value=value, name=name, source=source, details=details),
-                    )
+                    Event(run_id=run, episode_id=episode, fact=judged(value))
                     for run, episode, value in zip(runs[part], ids[part], values[part], strict=True)
                 )
             )
         self.catch_up()
-        return len(values)
+        n_given = sum(map(math.isfinite, values))
+        return n_given, len(values) - n_given
 
     def canned(self, name: str, **params: Any) -> pa.Table:
         """The answer to one of the questions of `canned.py`. Raises BadSelection."""
