@@ -164,7 +164,10 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
         (["reward", "BOOK", "my_rewards.py:late", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "reward * 2", "--sql", "--name", "v", "--where", "nope = 1"], 'column "nope" not found'),
         (["reward", "BOOK", "rewrad * 2", "--sql", "--name", "v"], "the book has no reward rewrad; it has reward"),
-        (["reward", "BOOK", "1 // (reward - reward)", "--sql", "--name", "v"], "cannot be computed: Invalid Input Error"),
+        (
+            ["reward", "BOOK", "1 // (reward - reward)", "--sql", "--name", "v"],
+            "cannot be computed: Invalid Input Error",
+        ),
         (["reward", "BOOK", "state::double", "--sql", "--name", "v"], "Could not convert string 'done'"),
         (["reward", "BOOK", "nonsense(reward)", "--sql", "--name", "v"], "nonsense does not exist"),
         (["rewards", "BOOK", "reward", "v2"], "the book has no reward v2; it has reward"),

@@ -168,7 +168,10 @@ def test_a_selection_is_plain_data(book: Book) -> None:
 
 
 def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays(book: Book) -> None:
-    assert book.rereward("1 - reward", name="reversed", source="judge@2", selection=Selection(group_ids=("a",))) == (2, 0)
+    assert book.rereward("1 - reward", name="reversed", source="judge@2", selection=Selection(group_ids=("a",))) == (
+        2,
+        0,
+    )
     rows = book.sql("select * from episode_rewards where episode_id = 'a1' order by name").to_pylist()
     assert [(row["name"], row["reward"]) for row in rows] == [("reversed", 0.0), ("reward", 1.0)]
     assert book.rereward("reversed * 10", name="reversed") == (2, 0)
