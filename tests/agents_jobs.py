@@ -162,3 +162,11 @@ with OpenAI() as client:
     client.chat.completions.create(model="m", messages=task["messages"])
 EpisodeClient().reward_blocking({"correct": True}, weights={"correct": 2.0})
 """
+
+
+class Endless:
+    """Says that it has begun, in the working folder, and never ends."""
+
+    async def run(self, data, **extra):
+        open("begun", "w").close()
+        await asyncio.sleep(3600)

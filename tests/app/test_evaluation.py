@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -42,6 +43,21 @@ def test_the_interval_is_over_tasks_and_stays_between_0_and_1(
 
 def test_the_interval_of_other_rewards_is_the_normal_one() -> None:
     assert interval([-1.0, 3.0]) == pytest.approx((1.0, 1.0 - 1.96 * 2, 1.0 + 1.96 * 2))
+
+
+def test_an_evaluation_that_is_told_to_end_takes_its_server_along(tmp_path: Path) -> None:
+    row = '{"messages": [{"role": "user", "content": "What is 3 * 10 + 5?"}], "answer": "35"}\n'
+    (tmp_path / "test.jsonl").write_text(row)
+    command = [sys.executable, "-m", "rollbook.app.cli", "eval", "agents_jobs.Endless", "test.jsonl"]
+    command += ["--model", "tiny", "--script", "rollbook.app.demo:calculator"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True)
+    while process.poll() is None and not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(100) == 130
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 @pytest.mark.slow

@@ -85,8 +85,6 @@ def _of_each_worker(args: argparse.Namespace) -> list[str]:
 def _train(args: argparse.Namespace) -> None:
     from .training import train
 
-    # A scheduler's word to end: servers that run elsewhere are to be taken along.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     train(args.config, args.overrides)
 
 
@@ -658,6 +656,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """The `rollbook` command."""
     args = _parser().parse_args(argv)
+    # A scheduler's word to end is Ctrl-C's: servers are to be taken along, wherever they run.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         args.command(args)
     except _EXPECTED as error:
@@ -677,6 +677,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if str(error) != "Query interrupted":  # a KeyboardInterrupt that DuckDB met first
             raise
         _stopped()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stopped() -> NoReturn:
