@@ -158,6 +158,34 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_from_one_rank_to_several(team: Tea
         other.load(tmp_path / "many")
 
 
+@pytest.mark.parametrize(
+    ("file", "harm", "said"),
+    [
+        ("shards/__*.distcp", "one bit", "is damaged: its checksum"),
+        ("shards/__*.distcp", "removed", "cannot be read"),
+        ("shards/.metadata", "one bit", "is damaged: its checksum"),
+        ("shards/rest.pt", "half", "is damaged: its checksum"),
+        ("shards/checksums.json", "half", "cannot be read"),
+        ("shards/checksums.json", "removed", "cannot be read"),
+        ("state.pt", "one bit", "is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_ranks_live_on(
+    team: Team, tmp_path: Path, file: str, harm: str, said: str
+) -> None:
+    one, many = pair(team, config())
+    (one if file == "state.pt" else many).save(tmp_path)
+    path = max(tmp_path.glob(file))  # of shards that of the last rank
+    held = bytearray(path.read_bytes())
+    held[len(held) // 2] ^= 1
+    path.write_bytes(held[: len(held) // 2] if harm == "half" else held)
+    if harm == "removed":
+        path.unlink()
+    with pytest.raises(BadCheckpoint, match=f"{path.name} {said}.*; remove .* to use an older one"):
+        many.load(tmp_path)
+    step(many, random_rows(0), config())
+
+
 def other_model() -> torch.nn.Module:
     return tiny_model(dtype=torch.float64, hidden=32)
 

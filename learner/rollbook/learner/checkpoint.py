@@ -2,8 +2,9 @@
 
     checkpoints/step-00012/     after 12 steps were trained
         meta.json               step, run, seed, metrics of the last step
-        state.pt                actor: master weights, optimiser, step count, RNG
-        critic/state.pt         where there is one
+        state.pt                actor: master weights, optimiser, step count, RNG; of several ranks instead:
+        shards/                 a file or more of each rank, and checksums.json
+        critic/                 the same, where there is one
 
 The batches are not in it: they are events of the book.
 """

@@ -9,12 +9,15 @@ A batch is dealt by what its tries cost, not by their number; every rank gets th
 put together by all ranks at once. A rank gets its tries, and of the batch's arrays its entries; nothing else.
 """
 
+import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie, cost
 
 from . import Pass
-from .single import SingleBackend, write_canaries
+from .single import SingleBackend, refuse_damaged_state, write_canaries
 from .team import Team
 
 if TYPE_CHECKING:
@@ -49,6 +52,9 @@ FILLER = Trie(
 )
 """One token and nothing to learn: what a rank computes while the others have a micro-batch more."""
 
+
+SUMS = "checksums.json"
+"""Beside a checkpoint's shards: file name -> CRC-32 of its bytes."""
 
 ROOM = 1 / 8
 """The part of a GPU's memory that whole weights and gradients may take, where the settings leave it open."""
@@ -117,10 +123,19 @@ class ShardedBackend:
         return told
 
     def save(self, folder: Path) -> None:
-        self._all("save", folder)
+        sums: dict[str, int] = {}
+        for told in self._all("save", folder):
+            sums |= told
+        (folder / "shards" / SUMS).write_text(json.dumps(sums))
 
     def load(self, folder: Path) -> None:
-        # Every rank would find the same fault; found here first, it is an error of this process.
+        # What a rank raises ends it; found here first, a fault is an error of this process.
+        if (folder / "state.pt").is_file():
+            refuse_damaged_state(folder)
+        else:
+            damaged = [fault for found in self._all("damaged", folder) for fault in found]
+            if damaged:
+                raise BadCheckpoint(f"{damaged[0]}; remove {folder} to use an older one")
         self.local.check_checkpoint(folder)
         self._all("load", folder)
 
@@ -219,10 +234,25 @@ class Shard(SingleBackend):
     def _number(self, value: Tensor) -> float:
         return float(value.full_tensor() if isinstance(value, DTensor) else value)
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=folder / "shards")
-        if dist.get_rank() == 0:
-            torch.save({"steps": self.steps, "rng": torch.get_rng_state()}, folder / "shards" / "rest.pt")
+    def save(self, folder: Path) -> dict[str, int]:  # type: ignore[override]
+        """Returns the checksums of the files that this rank wrote."""
+        shards, rank = folder / "shards", dist.get_rank()
+        dcp.save(self._state(), checkpoint_id=shards)
+        mine = list(shards.glob(f"__{rank}_*"))
+        if rank == 0:
+            torch.save({"steps": self.steps, "rng": torch.get_rng_state()}, shards / "rest.pt")
+            mine += [shards / "rest.pt", shards / ".metadata"]
+        return {path.name: checksum(path) for path in mine}
+
+    def damaged(self, folder: Path) -> list[str]:
+        """What is wrong with the files that are this rank's to look at: torch compares no checksum."""
+        path = folder / "shards" / SUMS
+        try:
+            sums = msgspec.json.decode(path.read_bytes(), type=dict[str, int])
+        except (OSError, msgspec.DecodeError) as error:
+            return [f"{path} cannot be read ({error})"]
+        mine = sorted(sums)[dist.get_rank() :: dist.get_world_size()]
+        return [fault for name in mine if (fault := _fault(folder / "shards" / name, sums[name])) is not None]
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -249,10 +279,7 @@ class Shard(SingleBackend):
             held = torch.load(folder / "state.pt", mmap=True, weights_only=True)["masters"]
             theirs = {name: tuple(master.shape) for name, master in held.items()}
         else:
-            try:
-                found = dcp.FileSystemReader(folder / "shards").read_metadata().state_dict_metadata
-            except OSError as error:
-                raise BadCheckpoint(f"{folder} cannot be read ({error}); remove it to use an older one") from error
+            found = dcp.FileSystemReader(folder / "shards").read_metadata().state_dict_metadata
             theirs = {
                 name.removeprefix("masters."): tuple(getattr(about, "size", ()))
                 for name, about in found.items()
@@ -288,6 +315,24 @@ class Shard(SingleBackend):
         if is_first:
             self._write(folder, state)
             write_canaries(folder, canaries)
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _fault(path: Path, expected: int) -> str | None:
+    try:
+        return (
+            None if checksum(path) == expected else f"{path} is damaged: its checksum is not the one it was saved with"
+        )
+    except OSError as error:
+        return f"{path} cannot be read ({error})"
 
 
 def _cut_into(mine: Tensor, whole: Tensor) -> None:

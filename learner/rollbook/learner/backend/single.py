@@ -262,7 +262,14 @@ class SingleBackend:
 
 
 def _read_state(folder: Path) -> Mapping[str, Any]:
-    """`state.pt`, on the CPU. Raises BadCheckpoint: torch.load itself compares no checksum."""
+    """`state.pt`, on the CPU. Raises BadCheckpoint."""
+    refuse_damaged_state(folder)
+    state: Mapping[str, Any] = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+    return state
+
+
+def refuse_damaged_state(folder: Path) -> None:
+    """Raises BadCheckpoint for a `state.pt` whose checksums are not those of its parts: torch.load compares none."""
     path = folder / "state.pt"
     try:
         with zipfile.ZipFile(path) as parts:
@@ -271,8 +278,6 @@ def _read_state(folder: Path) -> Mapping[str, Any]:
         said = str(error)
     if said is not None:
         raise BadCheckpoint(f"{path} is damaged ({said}); remove {folder} to use an older one")
-    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
 
 
 def write_canaries(folder: Path, canaries: list[dict[str, Any]]) -> None:
