@@ -1,6 +1,7 @@
 """Stored answers under other weights: the numbers of a plain forward pass, written once, and good to train against."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from learner.echo import EchoRollouts, echo_config, echo_tasks
 from learner.tiny import tiny_folder
 from rollbook.app.cli import main
+from rollbook.app.models import prepare_model
 from rollbook.app.rescore import rescore, weights_sha256
 from rollbook.learner import PPOTrainer
 from rollbook.learner.config import ModelConfig
@@ -23,6 +25,7 @@ from rollbook.store import (
     Event,
     InteractionRecorded,
     QueryRefused,
+    RewardGiven,
     open_book,
 )
 
@@ -146,6 +149,45 @@ def test_a_policy_of_the_run_is_known_by_its_version_and_training_takes_scores_a
         assert by_scores[name] == pytest.approx(by_model[name], rel=1e-4, abs=1e-7), name
     with pytest.raises(NothingToTrain, match="rollbook rescore BOOK --model REFERENCE --name never"):
         off_policy("without", ref_scores="never")
+
+
+def test_a_model_without_a_chat_template_scores_and_learns_from_a_book_but_does_not_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "book"
+    with open_book(book, writer="w") as recorded:
+        for i in range(2):
+            of: dict[str, Any] = {"run_id": "r", "episode_id": f"e{i}"}
+            recorded.log.append_blocking(
+                Event(**of, fact=EpisodeOpened(task_id="t", group_id="g")),
+                Event(
+                    **of,
+                    interaction_id=f"i{i}",
+                    fact=InteractionRecorded(prompt_length=3, finish_reason="stop", sampling={"temperature": 1.0}),
+                    prompt_ids=np.array(PROMPT, np.int32),
+                    output_ids=np.array(FIRST, np.int32),
+                    logprobs=np.full(len(FIRST), -5.0, np.float32),
+                    versions=np.zeros(len(FIRST), np.int32),
+                ),
+                Event(**of, fact=RewardGiven(value=i)),
+                Event(**of, fact=EpisodeClosed(state="done")),
+            )
+    model = tmp_path / "model"
+    shutil.copytree(prepare_model("tiny", cache_dir=tmp_path / "cache"), model)
+    (model / "chat_template.jinja").unlink()
+    main(["rescore", str(book), "--model", str(model), "--name", "x", "--dtype", "float32"])
+    assert "2 answers of 4 tokens scored as 'x'" in capsys.readouterr().out
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"{{book: {book}, scheduler: {{type: none}}, train_dataset: {{batch_size: 1}}, total_train_epochs: 1, "
+        f"cluster: {{fileroot: {tmp_path}}}, actor: {{path: {model}, dtype: float32, logprob_gap_stop: 99}}}}"
+    )
+    main(["train", str(config)])
+    with open_book(book) as trained:
+        assert trained.sql("select 1 from batches where trained_at is not null").num_rows == 1
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path / "served"), "--model", str(model), "--port", "0"])
+    assert "lacks chat_template.jinja" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_says_what_it_did(tmp_path: Path, book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,6 +266,11 @@ def record(folder: Path, *answers: Mapping[str, Any]) -> str:
     return str(folder)
 
 
+def n_taken(book: str) -> int:
+    with open_book(book) as opened:
+        return opened.sql("select * from batches").num_rows
+
+
 def off_policy(tmp_path: Path, model: str, book: str, **overrides: Any) -> dict[str, Any]:
     """One step on it without an engine; its metrics."""
     config = echo_config(tmp_path, model, scheduler__type="none", book=book, **overrides)
@@ -305,8 +310,10 @@ def test_a_reward_that_is_no_number_is_a_missing_one(tmp_path: Path, model: str)
 
 @pytest.mark.parametrize("answer", [{"prompt": [1, -2]}, {"output": [3, 400], "logprobs": [-1.0, -1.0]}])
 def test_tokens_of_another_model_are_refused(tmp_path: Path, model: str, answer: Any) -> None:
+    book = record(tmp_path / "book", {}, answer)
     with pytest.raises(BadSetting, match="but the model's vocabulary has 32"):
-        off_policy(tmp_path, model, record(tmp_path / "book", {}, answer))
+        off_policy(tmp_path, model, book)
+    assert n_taken(book) == 0
 
 
 def test_tokens_that_the_reference_or_the_critic_do_not_know_are_refused(tmp_path: Path, model: str) -> None:
@@ -317,6 +324,14 @@ def test_tokens_that_the_reference_or_the_critic_do_not_know_are_refused(tmp_pat
         off_policy(tmp_path, model, book, ref=ref, actor__kl_loss_coef=0.1, trial_name="ref")
     with pytest.raises(BadSetting, match="but the critic's vocabulary has 4"):
         off_policy(tmp_path, model, book, critic=critic, algorithm="ppo", trial_name="critic")
+    assert n_taken(book) == 0
+
+
+def test_stored_scores_that_are_missing_are_refused_before_the_batch_is_taken(tmp_path: Path, model: str) -> None:
+    book = record(tmp_path / "book", {}, {})
+    with pytest.raises(NothingToTrain, match="have no scores 'nobody'"):
+        off_policy(tmp_path, model, book, ref_scores="nobody", actor__kl_loss_coef=0.1)
+    assert n_taken(book) == 0
 
 
 def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, model: str) -> None:

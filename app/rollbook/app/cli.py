@@ -275,7 +275,7 @@ def _rescore(args: argparse.Namespace) -> None:
     from .models import prepare_model
     from .rescore import rescore
 
-    model = prepare_model(args.model)
+    model = prepare_model(args.model, renders=False)
     with Progress(console=err, transient=True) as bar:
         task = bar.add_task("scoring")
         done = rescore(

@@ -57,16 +57,18 @@ def prepare_model(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    renders: bool = True,
 ) -> Path:
     """A folder with config.json, model.safetensors, tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
     A name in RECIPES is built once under `cache_dir` (default: $ROLLBOOK_CACHE, else ~/.cache/rollbook) and found there
     afterwards; anything else is taken for a folder and checked. Two processes may prepare the same model at once: the
-    first to finish wins and the other takes its folder. Raises ModelUnavailable.
+    first to finish wins and the other takes its folder. renders: whether messages will be; else a folder without a chat
+    template will do. Raises ModelUnavailable.
     """
     name = os.fspath(name_or_path)
     if name not in RECIPES:
-        return _check_folder(name)
+        return _check_folder(name, renders=renders)
     recipe, build = RECIPES[name]
     cache = Path(cache_dir or os.environ.get("ROLLBOOK_CACHE") or Path.home() / ".cache" / "rollbook") / "models"
     folder = cache / recipe
@@ -111,7 +113,7 @@ def _appears_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _check_folder(name: str) -> Path:
+def _check_folder(name: str, *, renders: bool) -> Path:
     folder = Path(name).expanduser()
     known = " or ".join(RECIPES)
     if not folder.is_dir():
@@ -122,7 +124,8 @@ def _check_folder(name: str) -> Path:
     missing = [n for n in ("config.json", "tokenizer.json", "tokenizer_config.json") if not (folder / n).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
-    if not missing and not (folder / "chat_template.jinja").is_file():
+    templates = ("chat_template.jinja", "chat_template.json")
+    if renders and not missing and not any((folder / name).is_file() for name in templates):
         config = _read_object(folder / "tokenizer_config.json")
         if not config.get("chat_template"):
             missing.append("chat_template.jinja (or a chat_template in tokenizer_config.json)")

@@ -28,8 +28,12 @@ def train(config_path: str, overrides: Sequence[str] = ()) -> None:
 
 def prepare_models(config: GRPOConfig) -> None:
     """Put folders in place of the names of models that we know."""
-    config.actor.path = str(prepare_model(config.actor.path))
-    config.tokenizer_path = str(prepare_model(config.tokenizer_path)) if config.tokenizer_path else config.actor.path
+    renders = config.scheduler.type != "none"  # without an engine there is nothing to render
+    config.actor.path = str(prepare_model(config.actor.path, renders=renders))
+    if config.tokenizer_path:
+        config.tokenizer_path = str(prepare_model(config.tokenizer_path, renders=renders))
+    else:
+        config.tokenizer_path = config.actor.path
 
 
 def train_on(config: GRPOConfig, *, rows: Sequence[Any] | None = None) -> None:

@@ -199,8 +199,12 @@ def take(
     *,
     step: int,
     version: int,
+    check: Callable[[Rows], object],
 ) -> Batch:
-    """Make a batch of these groups and write it down. Durable when this returns."""
+    """Make a batch of these groups and write it down. Durable when this returns.
+
+    check: raises where the rows cannot be trained; nothing is written then, and the groups stay free.
+    """
     wanted = [
         episode
         for group in groups
@@ -215,6 +219,7 @@ def take(
     if untrainable := len(set(wanted) - set(rows.episode_ids)):
         discarded["untrainable"] += untrainable
     if len(rows):
+        check(rows)
         rows = replace(rows, advantages=algorithm.advantages(rows))
     batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded))
     fact = BatchTaken(

@@ -50,9 +50,7 @@ def learn(
     Raises BadSetting before anything is computed where the book has tokens that the model does not know, and
     PoliciesDisagree before anything is changed where engine and learner are too far apart.
     """
-    for name, backend in (("model", actor), ("reference", reference), ("critic", critic)):
-        if backend is not None:
-            check_vocabulary(rows, backend, name)
+    check_vocabularies(rows, actor, reference, critic)
     if config.temperature is not None:
         rows = replace(rows, draws=())  # the settings know better than the book
     parts = minibatches(rows, config.ppo_n_minibatches, seed=seed)
@@ -208,6 +206,13 @@ class ValueObjective:
 def _picker(arrays: Mapping[str, Floats], trie: Trie, like: Tensor) -> Callable[[str], Tensor]:
     """From an array over the batch's entries to a tensor over this micro-batch's."""
     return lambda name: put(arrays[name][trie.entry_E], like.device, like.dtype)
+
+
+def check_vocabularies(rows: Rows, actor: Backend, reference: Backend | None, critic: Backend | None) -> None:
+    """Raise BadSetting for tokens that one of the models does not know."""
+    for name, backend in (("model", actor), ("reference", reference), ("critic", critic)):
+        if backend is not None:
+            check_vocabulary(rows, backend, name)
 
 
 def check_vocabulary(rows: Rows, backend: Backend, name: str = "model") -> None:

@@ -24,9 +24,10 @@ from .batches import Batch, Group
 from .config import FrequencyConfig, TrainConfig
 from .errors import BadCheckpoint
 from .folders import keep_newest
-from .learn import Learned, learn
+from .learn import Learned, check_vocabularies, learn
 from .metrics import Report
 from .rollouts import Rollouts
+from .rows import Floats, Rows
 
 
 def train(run: "Run") -> None:
@@ -156,11 +157,17 @@ class Run:
                 rejected,
                 step=self.step,
                 version=self.step,
+                check=self.check,
             )
             self.used.update(group.group_id for group in usable)
             self.used.update(group.group_id for group, _ in rejected)
             self._due["waited"] = time.monotonic() - began
             yield batch
+
+    def check(self, rows: Rows) -> None:
+        """Raise for a batch that cannot be trained, before the book says that it was taken."""
+        check_vocabularies(rows, self.actor, self.reference, self.critic)
+        self.reference_logprobs(rows)
 
     def recorded_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
         """The next of the recorded groups: a new order in each epoch, the same after a restart."""
@@ -249,7 +256,7 @@ class Run:
             version=batch.step,
             seed=self.config.seed + batch.step,
             reference=self.reference,
-            ref_E=None if (scorer := self.config.ref_scores) is None else batches.scored(self.book, batch.rows, scorer),
+            ref_E=self.reference_logprobs(batch.rows),
             critic=self.critic,
             critic_config=self.config.critic,
         )
@@ -261,6 +268,11 @@ class Run:
                 f"(actor.logprob_gap_warn is {self.config.actor.logprob_gap_warn})"
             )
         return learned
+
+    def reference_logprobs(self, rows: Rows) -> Floats | None:
+        """E: those that the book holds, where the settings name them. Raises NothingToTrain where some are missing."""
+        scorer = self.config.ref_scores
+        return None if scorer is None else batches.scored(self.book, rows, scorer)
 
     def warn_of_equal_rewards(self, batch: Batch) -> None:
         """Once: nothing is learned where no sample is better than another."""
