@@ -130,6 +130,22 @@ async def test_how_a_program_ends_is_how_its_episode_ends(text, state, says):
     assert says is None or says in episode.reason
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+async def test_a_program_that_writes_without_end_is_shown_to_a_limit_and_does_not_wait_for_a_reader(stream, capfd):
+    agent = program(f"""
+        import sys
+        for i in range(100_000):
+            print(f"line {{i:>90}}", file=sys.{stream})
+        sys.exit(f"the end")
+    """)
+    (episode,) = await run(agent)
+    assert episode.reason.endswith("the end")
+    shown = getattr(capfd.readouterr(), {"stdout": "out", "stderr": "err"}[stream])
+    assert f"line {0:>90}\nline {1:>90}\n" in shown
+    assert f"the rest of {sys.executable}'s {stream} in this episode is not shown" in shown
+    assert len(shown) < 70_000
+
+
 async def test_a_program_that_cannot_start_is_named():
     (episode,) = await run(CommandAgent(["no-such-program"]))
     assert "cannot start 'no-such-program': No such file or directory" in episode.reason

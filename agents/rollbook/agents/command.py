@@ -3,7 +3,8 @@
 The program finds the proxy in its environment (`subprocesses.environment`), its task as JSON in the file
 ROLLBOOK_TASK_FILE, and leaves its reward in the file ROLLBOOK_REWARD_FILE: a number, or a JSON object
 {interaction_id: number}. Or it posts to /rl/set_reward and leaves no file. An exit code other than 0 is a failed
-episode, whose reason ends with the last lines of stderr. What it writes is shown; whatever it started ends with it.
+episode, whose reason ends with the last lines of stderr. What it writes is shown, of stdout and of stderr the first
+SHOWN_BYTES; whatever it started ends with it.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import anyio
 
@@ -25,6 +26,9 @@ from .subprocesses import environment
 from .workflow import Session, Workflow
 
 _TAIL_BYTES = 2000
+SHOWN_BYTES = 1 << 16
+"""Of what an episode's program writes to stdout, and of what it writes to stderr."""
+
 STOP_S = 2.0
 """Between asking a program to end and ending it."""
 
@@ -46,13 +50,15 @@ class CommandAgent(Workflow):
             return _read_reward_file(reward)
 
     async def _run(self, env: dict[str, str]) -> None:
-        with _Shown() as stderr:
+        name = self._command[0]
+        with _Shown(sys.stdout, f"{name}'s stdout") as stdout, _Shown(sys.stderr, f"{name}'s stderr") as stderr:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, env=env, stdin=asyncio.subprocess.DEVNULL, stderr=stderr.fd, start_new_session=True
-                )
+                    *self._command, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=stdout.fd, stderr=stderr.fd,
+                    start_new_session=True,
+                )  # fmt: skip
             except OSError as error:
-                raise AgentFailed(f"cannot start {self._command[0]!r}: {error.strerror}") from error
+                raise AgentFailed(f"cannot start {name!r}: {error.strerror}") from error
             try:
                 code = await process.wait()
             finally:
@@ -60,16 +66,20 @@ class CommandAgent(Workflow):
                     await end_group(process, grace_s=STOP_S)
         if code:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            raise AgentFailed(f"{self._command[0]} {how}" + (f": {stderr.tail}" if stderr.tail else ""))
+            raise AgentFailed(f"{name} {how}" + (f": {stderr.tail}" if stderr.tail else ""))
 
 
 class _Shown:
-    """A pipe for a program's stderr: passed on to ours, its end kept. A thread reads, so that any program can write."""
+    """A pipe for what a program writes: the first SHOWN_BYTES are passed on, the end is kept.
 
-    def __init__(self) -> None:
+    A thread reads to the end, so that any program can write as much as it likes.
+    """
+
+    def __init__(self, to: TextIO, name: str) -> None:
+        self._to, self._name = to, name
         self._source, self.fd = os.pipe()
         self._kept = bytearray()
-        self._thread = threading.Thread(target=self._read, name="stderr", daemon=True)
+        self._thread = threading.Thread(target=self._read, name=name, daemon=True)
 
     def __enter__(self) -> "_Shown":
         self._thread.start()
@@ -85,11 +95,21 @@ class _Shown:
         return self._kept.decode(errors="replace").strip()
 
     def _read(self) -> None:
+        n = 0
         with open(self._source, "rb") as source:
-            while line := source.readline(1 << 16):  # by lines, so that those of several programs do not mix
-                sys.stderr.write(line.decode(errors="replace"))
+            while line := source.readline(1 << 12):  # by lines, so that those of several programs do not mix
+                n += len(line)
+                if n <= SHOWN_BYTES:
+                    self._show(line.decode(errors="replace"))
+                elif n - len(line) <= SHOWN_BYTES:
+                    self._show(f"rollbook: the rest of {self._name} in this episode is not shown\n")
                 self._kept += line
                 del self._kept[:-_TAIL_BYTES]
+
+    def _show(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody reads ours any more, which is no reason to stop the program
+            self._to.write(text)
+            self._to.flush()
 
 
 async def end_group(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
