@@ -1,12 +1,14 @@
 """What a log takes can be read, verified and projected; what it refuses, it refuses by name and writes nothing of."""
 
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,8 +28,10 @@ from rollbook.store.events import (
     TokensScored,
     encode_messages,
     from_batch,
+    made_at,
     new_event_id,
 )
+from rollbook.store.rows import Row, admit, admit_rewards
 from rollbook.store.verify import verify
 from rollbook.store.views import Views
 from store_histories import interaction
@@ -212,6 +216,86 @@ def test_every_view_answers_on_the_largest_values_that_are_taken() -> None:
     with closing(Book(log)) as book:
         for question in CANNED:
             book.canned(question)
+
+
+# ---- many rewards at once
+
+some_text = st.sampled_from(["a", "", "日本", "\0", "ep_1"]) | st.text(
+    st.characters(exclude_categories=["Cs"]), max_size=5
+)
+some_value = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, -0.0, 5e-324, 1e308, 1e16, 1e-5])
+facts = st.builds(
+    RewardGiven,
+    value=st.sampled_from([0.0, 7.5]),
+    name=some_text,
+    weight=st.sampled_from([1.0, 0.5, float("inf")]),
+    source=some_text,
+    start=st.sampled_from([None, None, None, 0]),
+    details=st.sampled_from([None, {}, {"expression": '"value":0.0', "n": 0.5}, {"a": float("nan")}, {1: "\ud800"}]),
+)
+
+
+def rewards(values: list[tuple[Any, Any, Any]], kind: pa.DataType | None = None) -> pa.Table:
+    columns = list(zip(*values, strict=True)) or [()] * 3
+    kinds = {"run_id": pa.string(), "episode_id": pa.string(), "value": kind or pa.float64()}
+    return pa.table({n: pa.array(c, k) for (n, k), c in zip(kinds.items(), columns, strict=True)})
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    fact=facts,
+    values=st.lists(st.tuples(some_text, some_text, some_value), max_size=8),
+)
+def test_rewards_by_column_are_those_that_are_admitted_one_by_one(
+    fact: RewardGiven, values: list[tuple[Any, Any, Any]]
+) -> None:
+    expected: list[Row] = []
+    refused = False
+    for run, episode, value in values:
+        try:
+            said = msgspec.structs.replace(fact, value=value)
+            expected.append(admit(Event(run_id=run, episode_id=episode, fact=said)))
+        except BadEvent:
+            refused = True
+    if refused:
+        with pytest.raises(BadEvent):
+            admit_rewards(rewards(values), fact)
+        return
+    found = admit_rewards(rewards(values), fact)
+    assert [(row[0][8:], *row[2:]) for row in found] == [(row[0][8:], *row[2:]) for row in expected]
+    assert len({row[1] for row in found}) == len(found)
+    log = MemoryLog()
+    assert log.append_rows_blocking(found) == list(range(len(values)))
+    assert log.append_rows_blocking(found) == list(range(len(values)))
+    events = [event for batch in log.read() for event in from_batch(batch)]
+    assert [e.event_id for e in events] == [row[1] for row in found]
+    now = time.time()
+    for event in events:
+        assert made_at("x_" + event.event_id.hex()) == pytest.approx(now, abs=60)
+        assert event.recorded_at / 1e6 == pytest.approx(now, abs=60)
+
+
+NO_TEXT = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+NO_REWARDS: dict[str, tuple[pa.Table, str]] = {
+    "text that is none": (rewards([("r", "e", 1.0)]).set_column(1, "episode_id", NO_TEXT), "UTF8"),
+    "no column of values": (rewards([("r", "e", 1.0)]).drop_columns(["value"]), '"value" does not exist'),
+    "bools as values": (rewards([("r", "e", True)], pa.bool_()), "types string, string, bool"),
+    "texts as values": (rewards([("r", "e", "1")], pa.string()), "types string, string, string"),
+    "one without a run": (rewards([("r", "e", 1.0), (None, "e", 1.0)]), "'run_id' with null"),
+    "one without an episode": (rewards([("r", None, 1.0), ("r", "e", 1.0)]), "'episode_id' with null"),
+    "one without a value": (rewards([("r", "e", 1.0), ("r", "e", None)]), "'value' with null"),
+    "one that is no number": (rewards([("r", "e", 1.0), ("r", "e", float("nan"))]), "value .*finite number"),
+    "an endless one": (rewards([("r", "e", float("-inf")), ("r", "e", 1.0)]), "value .*finite number"),
+    "an empty episode": (rewards([("r", "e", 1.0), ("r", "", 1.0)]), "empty episode_id"),
+    "an empty run": (rewards([("", "e", 1.0), ("r", "e", 1.0)]), "needs a run_id"),
+}
+
+
+@pytest.mark.parametrize("case", NO_REWARDS)
+def test_rewards_that_no_reader_could_use_are_refused_whole(case: str) -> None:
+    table, message = NO_REWARDS[case]
+    with pytest.raises(BadEvent, match=message):
+        admit_rewards(table, RewardGiven(value=0))
 
 
 # ---- an id that is there

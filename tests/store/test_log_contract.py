@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -18,6 +19,7 @@ from rollbook.store import SCHEMA, BadEvent, DirectoryLog, Event, Log, LogClosed
 from rollbook.store.events import InteractionRecorded, from_batch
 from rollbook.store.http import HttpLog
 from rollbook.store.log import advance
+from rollbook.store.rows import admit
 from store_histories import events, interaction, same
 from store_served import KEY, Server
 
@@ -132,6 +134,20 @@ def test_one_append_may_hold_an_event_twice(log: Log) -> None:
     a, b = interaction(), interaction()
     assert log.append_blocking(a, b, a, b) == [0, 1, 0, 1]
     assert [e.event_id for _, _, e in rows(log)] == [a.event_id, b.event_id]
+
+
+def test_events_that_are_admitted_already_are_appended_as_any(log: Log) -> None:
+    a, b = interaction(), interaction()
+    assert log.append_rows_blocking([]) == []
+    assert log.append_rows_blocking([admit(a), admit(b), admit(a)]) == [0, 1, 0]
+    assert log.append_blocking(b, a) == [1, 0]
+    assert all(same(e, once) for (_, _, e), once in zip(rows(log), [a, b], strict=True))
+    other = msgspec.structs.replace(a, run_id="another")
+    with pytest.raises(BadEvent, match="already at position 0"):
+        log.append_rows_blocking([admit(interaction()), admit(other)])
+    log.close()
+    with pytest.raises(LogClosed):
+        log.append_rows_blocking([admit(interaction())])
 
 
 @with_books

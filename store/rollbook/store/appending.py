@@ -31,7 +31,7 @@ _log = logging.getLogger("rollbook.store")
 class Request:
     """One append. Without rows it waits for its turn and nothing else."""
 
-    rows: list[rows.Row]
+    rows: Sequence[rows.Row]
     size_bytes: int
     future: "asyncio.Future[list[int]] | Future[list[int]]"
     loop: asyncio.AbstractEventLoop | None  # None: the future belongs to a thread
@@ -68,17 +68,22 @@ class Appending:
         """See `log.Log`."""
         if not events:
             return []
+        admitted = [rows.admit(event) for event in events]
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[int]] = loop.create_future()
-        self._submit(_request(events, future, loop))
+        self._submit(_request(admitted, future, loop))
         return await future
 
     def append_blocking(self, *events: Event) -> list[int]:
         """See `log.Log`."""
-        if not events:
+        return self.append_rows_blocking([rows.admit(event) for event in events])
+
+    def append_rows_blocking(self, admitted: Sequence[rows.Row]) -> list[int]:
+        """See `log.Log`."""
+        if not admitted:
             return []
         future: Future[list[int]] = Future()
-        self._submit(_request(events, future, None))
+        self._submit(_request(admitted, future, None))
         return future.result()
 
     def _submit(self, request: Request) -> None:
@@ -193,16 +198,15 @@ def answer(requests: Sequence[Request]) -> None:
 
 
 def _request(
-    events: Sequence[Event],
+    admitted: Sequence[rows.Row],
     future: "asyncio.Future[list[int]] | Future[list[int]]",
     loop: asyncio.AbstractEventLoop | None,
 ) -> Request:
     """Raises BadEvent."""
-    encoded = [rows.admit(event) for event in events]
-    size = sum(map(rows.size_bytes, encoded))
+    size = rows.size_bytes(admitted)
     if size > APPEND_BYTES:
         raise BadEvent(f"one append of {size} bytes, the most is {APPEND_BYTES}; append fewer events at once")
-    return Request(encoded, size, future, loop)
+    return Request(admitted, size, future, loop)
 
 
 def _resolve(requests: list[Request]) -> None:

@@ -8,7 +8,6 @@ A book is asked through its tables (`sql`) and, for tokens and messages, through
 
 import errno
 import logging
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +16,17 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from .canned import find_canned
 from .credit import Fork, Scheme, credit_query, episode_rewards_query
 from .directory import open_log
 from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
-from .events import Event, Fact, InteractionFailed, RewardGiven
+from .events import Event, InteractionFailed, RewardGiven
 from .log import Log
 from .relations import names_tokens, read_tokens
+from .rows import admit_rewards
 from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
 from .views import Views
@@ -150,26 +151,28 @@ class Book:
             )
         except duckdb.Error as error:  # what cannot be computed of some row, or a function that is not there
             raise BadSelection(f"the reward {expression!r} cannot be computed: {str(error).strip()}") from error
-        runs, ids, values = (found[column].to_pylist() for column in ("run_id", "episode_id", "value"))
-        details = {"expression": expression, **(details or {})}
-
-        def judged(value: float) -> Fact:
-            if math.isfinite(value):
-                return RewardGiven(value=value, name=name, source=source, details=details)
-            message = f"{source}: expected a finite number or NULL, got {value}"
-            return InteractionFailed(error="RewardFailed", message=message, status=0, dialect="reward")
-
-        for start in range(0, len(values), _BULK):
-            part = slice(start, start + _BULK)
-            self.log.append_blocking(
-                *(
-                    Event(run_id=run, episode_id=episode, fact=judged(value))
-                    for run, episode, value in zip(runs[part], ids[part], values[part], strict=True)
+        is_number = pc.is_finite(found["value"])
+        given, failed = found.filter(is_number), found.filter(pc.invert(is_number))
+        fact = RewardGiven(value=0.0, name=name, source=source, details={"expression": expression, **(details or {})})
+        for start in range(0, given.num_rows, _BULK):
+            self.log.append_rows_blocking(admit_rewards(given.slice(start, _BULK), fact))
+        for start in range(0, failed.num_rows, _BULK):
+            events = [
+                Event(
+                    run_id=one["run_id"],
+                    episode_id=one["episode_id"],
+                    fact=InteractionFailed(
+                        error="RewardFailed",
+                        message=f"{source}: expected a finite number or NULL, got {one['value']}",
+                        status=0,
+                        dialect="reward",
+                    ),
                 )
-            )
+                for one in failed.slice(start, _BULK).to_pylist()
+            ]
+            self.log.append_blocking(*events)
         self.catch_up()
-        n_given = sum(map(math.isfinite, values))
-        return n_given, len(values) - n_given
+        return given.num_rows, failed.num_rows
 
     def canned(self, name: str, **params: Any) -> pa.Table:
         """The answer to one of the questions of `canned.py`. Raises BadSelection."""

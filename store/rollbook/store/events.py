@@ -70,6 +70,17 @@ def new_event_id() -> bytes:
     return stamp + bytes(random)
 
 
+def new_event_ids(n: int) -> list[bytes]:
+    """As many as `new_event_id` gives one by one, of one millisecond."""
+    ids = np.empty((n, 16), np.uint8)
+    ids[:, :6] = np.frombuffer((time.time_ns() // 1_000_000).to_bytes(6, "big"), np.uint8)
+    ids[:, 6:] = np.frombuffer(os.urandom(10 * n), np.uint8).reshape(n, 10)
+    ids[:, 6] = 0x70 | (ids[:, 6] & 0x0F)
+    ids[:, 8] = 0x80 | (ids[:, 8] & 0x3F)
+    found: list[bytes] = ids.view("V16").ravel().tolist()
+    return found
+
+
 def new_id(prefix: str) -> str:
     """An unguessable id that sorts by time, e.g. `ep_01985d0c...`."""
     return f"{prefix}_{new_event_id().hex()}"

@@ -21,7 +21,7 @@ import pyarrow as pa
 from .errors import BadEvent, BookNotFound, LogClosed, LogWriteFailed, StoreError
 from .events import SCHEMA, Event
 from .log import START, Cursor, TokenPlaces, advance
-from .rows import to_batch, token_places_of
+from .rows import Row, admit, decode, message, token_places_of
 
 _WAIT_S = 1.0  # that a follower's request waits for news; so long `close` may take to end it
 _FRAME_ROWS = 256
@@ -75,9 +75,12 @@ class HttpLog:
         return await anyio.to_thread.run_sync(self.append_blocking, *events)
 
     def append_blocking(self, *events: Event) -> list[int]:
-        if not events:
+        return self.append_rows_blocking([admit(event) for event in events])
+
+    def append_rows_blocking(self, admitted: Sequence[Row]) -> list[int]:
+        if not admitted:
             return []
-        batch = to_batch(events, writer=self._writer or "", first_position=0)
+        batch = decode(b"".join(message(admitted, self._writer or "", 0)))
         self._require_open()
         try:
             answer = self._client.post(f"{self.url}/events", content=encode_stream([batch]))

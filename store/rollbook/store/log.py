@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from .events import SCHEMA, Event
+from .rows import Row
 
 Cursor = Mapping[str, int]
 """Writer -> the next position to read. Missing writers are read from 0."""
@@ -49,6 +50,10 @@ class Log(Protocol):
 
     def append_blocking(self, *events: Event) -> list[int]:
         """The same for code that has no event loop. Never call it on one."""
+        ...
+
+    def append_rows_blocking(self, admitted: Sequence[Row]) -> list[int]:
+        """The same for events that were admitted already, by `rows.admit` or `rows.admit_rewards`."""
         ...
 
     def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:

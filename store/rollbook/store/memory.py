@@ -14,7 +14,7 @@ from .appending import Numbering
 from .errors import LogClosed
 from .events import Event
 from .log import START, Cursor, TokenPlaces, advance, gather_rows
-from .rows import admit, decode, message, token_places_of
+from .rows import Row, admit, decode, message, token_places_of
 
 
 class MemoryLog:
@@ -41,7 +41,9 @@ class MemoryLog:
         return self.append_blocking(*events)
 
     def append_blocking(self, *events: Event) -> list[int]:
-        admitted = [admit(event) for event in events]
+        return self.append_rows_blocking([admit(event) for event in events])
+
+    def append_rows_blocking(self, admitted: Sequence[Row]) -> list[int]:
         with self._lock:
             if self._is_closed:
                 raise LogClosed(f"log of writer {self._writer!r} is closed; open the book again to append")

@@ -11,16 +11,30 @@ The layout is that of Arrow's format/Message.fbs, metadata version 5.
 
 import struct
 from collections.abc import Sequence
+from itertools import chain, repeat
 from types import NoneType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from .errors import BadEvent
-from .events import KINDS, SCHEMA, SCHEMA_VERSION, Event, Lengths, check, decode_fact, decode_messages, encode_fact
+from .events import (
+    KINDS,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Event,
+    Lengths,
+    RewardGiven,
+    check,
+    decode_fact,
+    decode_messages,
+    encode_fact,
+    new_event_ids,
+)
 
 Row = tuple[bytes, ...]
 """`_FIXED`, the event id, and one piece for each of `_COLUMNS`: copies, so what the caller does with its arrays
@@ -57,6 +71,59 @@ def admit(event: Event) -> Row:
     lengths = Lengths(*[None if column is None else len(column) for column in columns])
     check(fact, event.run_id, event.episode_id, event.interaction_id, event.recorded_at, lengths)
     return row
+
+
+_REWARDS = pa.schema(
+    [
+        pa.field("run_id", pa.string(), nullable=False),
+        pa.field("episode_id", pa.string(), nullable=False),
+        pa.field("value", pa.float64(), nullable=False),
+    ]
+)
+
+
+def admit_rewards(given: pa.Table, fact: RewardGiven) -> list[Row]:
+    """The rows of new events that give each of these episodes `fact` with a value of its own.
+
+    They are what `admit` makes of such events one by one, and what it refuses is refused here. But all that they have
+    in common is read back once, and the rest is looked at by column: a tenth of the cost. given: `_REWARDS`, and
+    perhaps more. Raises BadEvent.
+    """
+    try:
+        given = given.select(_REWARDS.names)
+        if given.schema.types != _REWARDS.types:
+            raise ValueError(f"they have the types {', '.join(map(str, given.schema.types))}")
+        given = given.cast(_REWARDS)  # refuses nulls
+        given.validate(full=True)  # also that text is UTF-8
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        raise BadEvent(f"rewards need a run_id, an episode_id and a value each, as columns: {error}") from error
+    if not (n := given.num_rows):
+        return []
+    runs, episodes, values = (column.combine_chunks() for column in given.columns)
+    if not pc.all(pc.is_finite(values)).as_py():
+        raise BadEvent("value of RewardGiven must be a finite number; NaN or an infinity came")
+    # Of ids the rules ask whether they are empty, so the shortest stand for all.
+    run, episode = (ids[int(np.argmin(pc.binary_length(ids)))].as_py() for ids in (runs, episodes))
+    first = admit(Event(run_id=run, episode_id=episode, fact=msgspec.structs.replace(fact, value=0.0)))
+    fixed, _, kind, _, _, interaction, payload, *rest = first
+    before, zero, after = payload.partition(b"0.0")  # `value` is the first field
+    texts = msgspec.json.encode(values.to_pylist())[1:-1].split(b",")
+    numbers = np.tile(np.frombuffer(fixed, np.int32), (n, 1))
+    numbers[:, 4], numbers[:, 5] = pc.binary_length(runs), pc.binary_length(episodes)
+    numbers[:, 7] += np.fromiter(map(len, texts), np.int32, n) - len(zero)
+    return list(
+        zip(
+            numbers.view(f"V{_FIXED.size}").ravel().tolist(),
+            new_event_ids(n),
+            repeat(kind, n),
+            runs.cast(pa.binary()).to_pylist(),
+            episodes.cast(pa.binary()).to_pylist(),
+            repeat(interaction, n),
+            [before + text + after for text in texts],
+            *(repeat(one, n) for one in rest),
+            strict=True,
+        )
+    )
 
 
 def encode(event: Event) -> Row:
@@ -160,9 +227,9 @@ def _narrowed(name: str, values: "npt.NDArray[Any]", dtype: "np.dtype[Any]") -> 
     return narrow
 
 
-def size_bytes(row: Row) -> int:
-    """What the row adds to a message, about."""
-    return sum(map(len, row)) + 48
+def size_bytes(rows: Sequence[Row]) -> int:
+    """What the rows add to a message, about."""
+    return sum(map(len, chain.from_iterable(rows))) + 48 * len(rows)
 
 
 # ---- the message ---------------------------------------------------------------------------------------------------

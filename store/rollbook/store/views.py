@@ -474,7 +474,7 @@ class _Projection:
         ):
             rows = at.get(kind)
             if rows is not None and len(rows):
-                mine = _current(kind, fresh.take(pa.array(rows)))
+                mine = _current(kind, fresh if len(names) == 1 else fresh.take(pa.array(rows)))
                 if kind in TOUCHING:
                     self._touched.update(mine["episode_id"].unique().to_pylist())
                 project(mine, lists)
