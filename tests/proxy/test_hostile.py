@@ -359,6 +359,36 @@ def test_an_unknown_path_and_a_wrong_method_are_the_clients_mistake(running):
         reply = http.request(method, path, headers={"x-api-key": key})
         assert reply.status_code == status
         assert reply.json()["error"]["message"]
+        assert ("allow" in reply.headers) == (status == 405)
+    assert http.get("/rl/start_session").headers["allow"] == "POST"
+    assert set(http.delete("/health").headers["allow"].split(", ")) == {"GET", "HEAD", "OPTIONS"}
+    assert http.head("/v1/messages").headers["allow"] == "POST"
+
+
+def test_head_is_get_without_a_body(running):
+    _, _, http = running
+    for path in ("/health", "/v1/health", "/models", "/nothing"):
+        told, asked = http.head(path), http.get(path)
+        assert told.status_code == asked.status_code
+        assert told.headers["content-length"] == asked.headers["content-length"]
+        assert told.content == b""
+
+
+@pytest.mark.parametrize("more", ["", "connection: keep-alive\r\n"])
+def test_a_stream_for_a_client_of_http_1_0_is_not_chunked_and_ends_with_its_connection(running, more):
+    served, key, _ = running
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head(key, len(body), more=more).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    told, _, said = answer.partition(b"\r\n\r\n")
+    assert told.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in told
+    assert b"connection: close" in told
+    assert said.startswith(b"data: {")
+    assert said.endswith(b"data: [DONE]\n\n")
+    assert all(line.startswith(b"data: ") for line in said.split(b"\n\n")[:-1])
 
 
 def test_an_answer_to_head_has_no_body_and_the_next_one_is_read_right(running):

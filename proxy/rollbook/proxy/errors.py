@@ -46,10 +46,14 @@ class ContextOverflow(BadRequest):
 
 
 class WrongMethod(BadRequest):
-    """A good path, asked in the wrong way."""
+    """A good path, asked in the wrong way; `allow` names the methods that it takes, as the header of that name does."""
 
     status = 405
     code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
 
 
 class TooLarge(BadRequest):

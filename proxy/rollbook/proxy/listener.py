@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from .wire import Header, Scope
 
@@ -61,6 +61,22 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self._waiting:
             super().resume_reading()
+
+
+class _ToTheEnd(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: one without a length ends with its connection."""
+
+    is_open_ended = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = [name.lower() for name, _ in message.get("headers", ())]
+            self.is_open_ended = b"content-length" not in names
+            if self.is_open_ended:
+                self.chunked_encoding = False
+        elif self.is_open_ended:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Protocol(HttpToolsProtocol):
@@ -173,6 +189,8 @@ class Protocol(HttpToolsProtocol):
             raise ValueError("too many requests at once")  # likewise
         self._is_in_body = True
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _ToTheEnd  # its task has not begun
 
     def on_message_complete(self) -> None:
         self._is_in_body = False

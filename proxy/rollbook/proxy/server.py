@@ -379,7 +379,7 @@ def _kind(item: tuple[int, Piece]) -> tuple[int, int]:
 
 def _require_post(scope: Scope) -> None:
     if scope["method"] != "POST":
-        raise WrongMethod(f"this route takes POST, not {scope['method']}")
+        raise WrongMethod(f"this route takes POST, not {scope['method']}", allow="POST")
 
 
 def _service(scope: Scope) -> Service:
@@ -652,9 +652,14 @@ def provide_service(state: State) -> Service:
 def refuse(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Any error of a Litestar handler, in OpenAI's shape."""
     if isinstance(error, HTTPException):
-        known = {404: NotFound, 405: WrongMethod, 413: TooLarge}.get(error.status_code, BadRequest)
-        wrong = known(f"{request.method} {request.url.path}: {error.detail}")
-        wrong.status = error.status_code
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        wrong: ProxyError
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("allow", "")
+            wrong = WrongMethod(said, allow=allow.replace("GET", "GET, HEAD"))
+        else:
+            wrong = {404: NotFound, 413: TooLarge}.get(error.status_code, BadRequest)(said)
+            wrong.status = error.status_code
     else:
         wrong = _translated(error)
     status, content = refuse_as_openai(wrong)
@@ -713,6 +718,8 @@ class App(Litestar):
             if route is not None:
                 await manage(service, route, scope, receive, send)
                 return
+            if scope["method"] == "HEAD":  # GET without a body, which the server beneath leaves out
+                scope = {**scope, "method": "GET"}
         await super().__call__(scope, receive, send)
 
 

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from .errors import BadRequest, Busy, ProxyError, TooLarge
+from .errors import BadRequest, Busy, ProxyError, TooLarge, WrongMethod
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -184,12 +184,14 @@ async def answer(scope: Scope, send: Send, status: int, body: bytes, headers: It
 
 
 def error_headers(error: ProxyError) -> list[Header]:
-    """Tell SDKs whether asking again can help, and when."""
+    """Tell SDKs whether asking again can help, and when; and of a wrong method which are right."""
     can_retry = error.retry_after_s is not None
     headers = [JSON, (b"x-should-retry", b"true" if can_retry else b"false")]
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
         headers.append((b"retry-after-ms", b"%d" % round(error.retry_after_s * 1000)))
+    if isinstance(error, WrongMethod):
+        headers.append((b"allow", error.allow.encode()))
     if error.status in (408, 413):
         headers.append((b"connection", b"close"))  # what is left of the body is not wanted
     return headers
