@@ -151,7 +151,8 @@ def credit(rows: int) -> None:
             insert into interactions by name select node, up as up_node, depth,
               'chatcmpl-' || lpad(hex(node), 32, '0') as interaction_id,
               'ep_' || lpad(hex(node // 20), 32, '0') as episode_id,
-              true as is_trainable, false as is_leaf, false as is_retried, false as is_broken from made
+              true as is_trainable, false as is_leaf, false as is_retried, false as is_broken, false as is_pruned
+            from made
         """)
         cursor.execute("""
             insert into rewards by name select uuid() as event_id, episode_id, interaction_id, 'reward' as name,
@@ -172,7 +173,8 @@ def fill_episodes(book: Book, rows: int) -> None:
           'task' || (i // 8) as task_id, 'group_' || lpad(hex(i // 8), 28, '0') as group_id, 1 as attempt,
           false as is_eval, 'done' as state, i * 100 // {rows} as version_min, i * 100 // {rows} as version_max,
           (case when (i // 8) % 10 = 0 then 1 else (i * 7919) % 2 end)::double as reward, 1 as n_interactions,
-          300 as n_output, i as main_node, 0 as n_taken, now() as opened_at, now() as closed_at from range({rows}) t(i)
+          300 as n_output, 0 as n_pruned, i as main_node, 0 as n_taken, now() as opened_at, now() as closed_at
+        from range({rows}) t(i)
     """)  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def selection(rows: int) -> None:
         insert into interactions by name select 'chatcmpl-' || lpad(hex(i), 32, '0') as interaction_id, i as node,
           'ep_' || lpad(hex(i), 32, '0') as episode_id, 'run' as run_id, 0 as depth, true as is_trainable,
           'complete' as capture, true as is_leaf, false as is_retried, 300 as n_output, 1000 as n_prompt, 1 as path_n,
-          false as is_broken,
+          false as is_broken, false as is_pruned,
           300 as path_output, i * 100 // {rows} as version_min, i * 100 // {rows} as version_max, now() as recorded_at,
           i * 100 // {rows} as path_version_min, i * 100 // {rows} as path_version_max from range({rows}) t(i)
     """)  # fmt: skip
@@ -232,7 +234,8 @@ def canned(rows: int) -> None:
         insert into interactions by name select 'chatcmpl-' || lpad(hex(i), 32, '0') as interaction_id, i as node,
           'ep_' || lpad(hex(i // 8), 32, '0') as episode_id, 'run' || (i * 2 // {rows}) as run_id,
           (i % 8)::int as depth, true as is_trainable, 'complete' as capture, i % 8 = 7 as is_leaf, false as is_broken,
-          i % 40 = 7 as is_retried, case when i % 8 > 0 then 'chatcmpl-' || lpad(hex(i - 1), 32, '0') end as parent_id,
+          false as is_pruned, i % 40 = 7 as is_retried,
+          case when i % 8 > 0 then 'chatcmpl-' || lpad(hex(i - 1), 32, '0') end as parent_id,
           case when i % 8 = 0 then null when i % 23 = 0 then 'rerendered' else 'extends' end as edge,
           case when i % 23 = 0 then 'template drops reasoning' end as cause, 1300 * (i % 8)::int as n_shared,
           (200 + i * 7919 % 200)::int as n_output, (1300 * (i % 8) + 1000)::int as n_prompt,

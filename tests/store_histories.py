@@ -11,6 +11,7 @@ from rollbook.store import (
     EpisodeOpened,
     Event,
     InteractionRecorded,
+    InteractionsPruned,
     Messages,
     RewardGiven,
     RunStarted,
@@ -79,6 +80,11 @@ def events() -> st.SearchStrategy[Event]:
             ),
         ),
         st.builds(_event, fact=st.builds(BatchTrained, batch_id=ids, step=small)),
+        st.builds(
+            _event,
+            episode_id=ids,
+            fact=st.builds(InteractionsPruned, interaction_ids=st.lists(ids, min_size=1, max_size=3)),
+        ),
         st.builds(
             lambda n: _event(
                 interaction_id="a", fact=TokensScored(version=1), logprobs=np.zeros(n, np.float32), entropies=None

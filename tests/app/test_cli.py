@@ -23,6 +23,7 @@ from rollbook.store import (
     EpisodeOpened,
     Event,
     InteractionRecorded,
+    InteractionsPruned,
     Messages,
     PayloadPruned,
     RewardGiven,
@@ -179,6 +180,18 @@ def test_prune_says_what_it_would_remove_and_removes_it_when_told(
     assert said(capsys, "prune", str(spoken_book), "--where", "true", "--yes")[0] == 0
     assert has_tokens(spoken_book) == {"ep_open"}
     assert said(capsys, "verify", str(spoken_book))[0] == 0
+
+
+def test_prune_ends_what_an_earlier_one_began(spoken_book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_book(spoken_book, writer="prune") as book:  # as one that was killed right after it said so
+        named = InteractionsPruned(interaction_ids=["ep_old_call"])
+        book.log.append_blocking(Event(run_id="r", episode_id="ep_old", fact=named))
+    assert len(has_tokens(spoken_book)) == 3
+    status, text = said(capsys, "verify", str(spoken_book))
+    assert (status, "`rollbook prune BOOK --where false` removes them" in text) == (0, True)
+    status, text = said(capsys, "prune", str(spoken_book), "--where", "false", "--yes")
+    assert (status, "1 events are of an earlier prune" in text) == (0, True)
+    assert has_tokens(spoken_book) == {"ep_new", "ep_open"}
 
 
 def test_prune_wants_a_condition_that_reads(spoken_book: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,7 @@ def test_parquet_has_every_table_and_the_tokens(shown_book: Path, tmp_path: Path
             "batch_rows",
             "scored",
             "failures",
+            "pruned",
             "tool_calls",
             "tool_results",
         ]:

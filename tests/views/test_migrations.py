@@ -9,7 +9,16 @@ from typing import Any
 import duckdb
 import pytest
 
-from rollbook.store import BookTooNew, EpisodeClosed, EpisodeOpened, MemoryLog, RewardGiven, migrate
+from rollbook.store import (
+    BookTooNew,
+    EpisodeClosed,
+    EpisodeOpened,
+    InteractionsPruned,
+    MemoryLog,
+    RewardGiven,
+    migrate,
+    prune,
+)
 from rollbook.store.book import Book, open_book
 from rollbook.store.schema import PROJECTION, create_statements, metadata
 from rollbook.store.upcasts import upcast
@@ -53,6 +62,32 @@ def test_tables_that_migrations_made_are_filled_like_any_other(tmp_path: Path) -
     views.close()
 
 
+def as_before_pruning(con: duckdb.DuckDBPyConnection) -> None:
+    """The tables of revision 0004."""
+    con.execute("drop table pruned")
+    con.execute("alter table interactions drop column is_pruned")
+    con.execute("alter table episodes drop column n_pruned")
+    con.execute("update alembic_version set version_num = '0004'")
+
+
+@pytest.mark.parametrize("names", [[], ["i"]])
+def test_tables_that_know_of_no_pruning_are_kept_where_there_was_none(tmp_path: Path, names: list[str]) -> None:
+    path = tmp_path / "views.duckdb"
+    written = log()
+    if names:  # projected by a version that passes over kinds it does not know
+        written.append_blocking(event(InteractionsPruned(interaction_ids=names), episode_id="e"))
+    views = Views(written, path)
+    views.catch_up()
+    views.close()
+    with duckdb.connect(str(path)) as con:
+        as_before_pruning(con)
+    views = Views(written, path)
+    assert views.catch_up() == (3 if names else 0)
+    found = views.cursor().execute("select i.is_pruned, e.n_output, e.n_pruned from interactions i, episodes e")
+    assert found.fetchall() == [(bool(names), 3, 3 if names else 0)]
+    views.close()
+
+
 def test_what_only_the_log_can_tell_is_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "views.duckdb"
     Views(log(), path).close()
@@ -66,6 +101,7 @@ def test_what_only_the_log_can_tell_is_computed_again(tmp_path: Path) -> None:
         con.execute("drop table tool_calls")
         con.execute("drop table tool_results")
         con.execute("alter table interactions drop column is_broken")
+        as_before_pruning(con)
         con.execute("update alembic_version set version_num = '0002'")
     with Book(with_tools, Views(with_tools, path)) as book:
         assert book.sql("select interaction_id, tool from tool_calls").to_pylist() == [
@@ -133,8 +169,8 @@ def test_a_golden_book_reads_as_it_always_did(tmp_path: Path, name: str) -> None
         assert book.load(["i2"]).input_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 0, 1, 2]
 
 
-def make_golden(name: str) -> None:
-    """How the golden book of version 1 was made; run once per version, by hand."""
+def make_golden(name: str, *, pruned: str | None = None) -> None:
+    """How a golden book of version 1 was made; run once per version, by hand. book-v1-pruned: pruned="gone"."""
     with open_book(GOLDEN / name, writer="golden") as book:
         book.log.append_blocking(
             event(EpisodeOpened(task_id="t", group_id="g", task={"answer": 4}), episode_id="e", at=1, key="opened"),
@@ -143,5 +179,9 @@ def make_golden(name: str) -> None:
             event(RewardGiven(value=0.5), episode_id="e", interaction_id="i2", at=4, key="reward"),
             event(EpisodeClosed(state="done"), episode_id="e", at=5, key="closed"),
         )
-        book.catch_up()
+        if pruned is not None:
+            book.log.append_blocking(interaction("g1", pruned, at=6, key="g1"))
+    if pruned is not None:
+        prune(GOLDEN / name, episode_ids=[pruned])
+    with open_book(GOLDEN / name) as book:
         (GOLDEN / f"{name}.json").write_text(json.dumps(golden_rows(book), indent=1) + "\n")

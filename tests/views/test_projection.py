@@ -20,6 +20,7 @@ from rollbook.store import (
     EpisodeOpened,
     Event,
     InteractionFailed,
+    InteractionsPruned,
     MemoryLog,
     Messages,
     PolicyPublished,
@@ -44,6 +45,7 @@ KINDS = [
     "taken",
     "trained",
     "score",
+    "prune",
     "run",
     "policy",
     "fail",
@@ -75,23 +77,7 @@ def events(draw: Any) -> Event:
     episode = draw(st.sampled_from(EPISODES))
     name = draw(st.sampled_from(NAMES))
     common = {"at": at, "key": str(key)}
-    match draw(
-        st.sampled_from(
-            [
-                "run",
-                "policy",
-                "opened",
-                "closed",
-                "interaction",
-                "interaction",
-                "reward",
-                "taken",
-                "trained",
-                "score",
-                "fail",
-            ]
-        )
-    ):
+    match draw(st.sampled_from(KINDS)):
         case "run":
             return event(RunStarted(name=str(key), config={"lr": key}), **common)
         case "policy":
@@ -136,6 +122,9 @@ def events(draw: Any) -> Event:
             return event(
                 fact, episode_id=episode, interaction_id=name, logprobs=np.full(2, -0.125, np.float32), **common
             )
+        case "prune":
+            names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=2, unique=True))
+            return event(InteractionsPruned(interaction_ids=names), episode_id=episode, **common)
         case _:
             return event(
                 InteractionFailed(error="Overflow", message=str(key), status=400), episode_id=episode, **common

@@ -329,7 +329,7 @@ def _prune(args: argparse.Namespace) -> None:
 
     episodes = find_ended(args.book, args.where)
     would = plan_prune(args.book, episode_ids=episodes)
-    if not would.n_events:
+    if not would.n_events and not would.n_unknown:
         out.print(f"nothing to prune: {len(episodes)} ended episodes are chosen, none of which has a payload left")
         return
     out.print(
@@ -337,6 +337,14 @@ def _prune(args: argparse.Namespace) -> None:
         f"({would.payload_bytes / 1e6:.1f} MB before compression); ids, rewards, states and versions stay",
         highlight=False,
     )
+    if would.n_begun:
+        out.print(
+            f"of these, {would.n_begun} events are of an earlier prune that did not come to its end", highlight=False
+        )
+    if would.n_unknown:
+        out.print(
+            f"and the tables learn of {would.n_unknown} interactions that an earlier version pruned", highlight=False
+        )
     if args.dry_run:
         out.print("nothing was removed: this was a dry run")
         return
@@ -618,7 +626,7 @@ def _parser() -> argparse.ArgumentParser:
     made = command(
         "prune",
         _prune,
-        "remove messages and tokens of chosen episodes for good, keeping the facts",
+        "remove messages and tokens of chosen episodes for good, keeping the facts; ends what an earlier prune began",
         "rollbook prune runs/my-book --where \"closed_at < '2026-01-01'\" --dry-run",
     )
     book_of(made)

@@ -301,8 +301,8 @@ def load_rows(
     """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
 
     An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, it has no
-    prompt or one that cannot be rebuilt, a logprob of it is no finite number, or its request was sent again and went on
-    from there. Credits are computed where a scheme is given.
+    prompt or one that cannot be rebuilt, it was pruned, a logprob of it is no finite number, or its request was sent
+    again and went on from there. Credits are computed where a scheme is given.
     """
     by_episode = episode_ids is not None
     wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
@@ -314,7 +314,7 @@ def load_rows(
         from interactions i join episodes e using (episode_id) left join judged using (episode_id)
         where {"i.episode_id" if by_episode else "i.interaction_id"} in (select unnest($ids::varchar[]))
         {"and i.is_trainable and i.capture = 'complete' and i.n_output > 0" if by_episode else ""}
-        {"and not (i.is_leaf and i.is_retried) and not i.is_broken" if by_episode else ""}
+        {"and not (i.is_leaf and i.is_retried) and not i.is_broken and not i.is_pruned" if by_episode else ""}
         """,
         {"ids": list(wanted)},
     )

@@ -222,6 +222,12 @@ class TokensScored(Fact, frozen=True, kw_only=True):
     weights_sha256: str | None = None  # of the weights' files, where they were read from a folder
 
 
+class InteractionsPruned(Fact, frozen=True, kw_only=True):
+    """A person had the messages and tokens of these interactions of an episode removed for good: see `prune`."""
+
+    interaction_ids: list[str]
+
+
 class EventLost(Fact, frozen=True, kw_only=True):
     """An acknowledged event stood at this position and is lost, and a person chose to go on without it: see `losses`.
 
@@ -244,6 +250,7 @@ KINDS: dict[str, type[Fact]] = {
         BatchTaken,
         BatchTrained,
         TokensScored,
+        InteractionsPruned,
         EventLost,
     )
 }
@@ -350,8 +357,20 @@ def check(
                 raise BadEvent(f"reward span must be 0 <= start < end, got [{fact.start}, {fact.end})")
             if interaction_id is None:
                 raise BadEvent(f"the span [{fact.start}, {fact.end}) needs an interaction_id: whose tokens are judged")
-    elif isinstance(fact, EpisodeOpened | EpisodeClosed | InteractionFailed) and episode_id is None:
+    elif isinstance(fact, InteractionsPruned) and not fact.interaction_ids:
+        raise BadEvent("InteractionsPruned needs interaction_ids; none came")
+    elif (
+        isinstance(fact, EpisodeOpened | EpisodeClosed | InteractionFailed | InteractionsPruned) and episode_id is None
+    ):
         raise BadEvent(f"{kind} needs an episode_id")
+
+
+def before_pruning(fact: InteractionRecorded, lengths: Lengths) -> tuple[Lengths, bool]:
+    """The lengths that an interaction was recorded with, and whether `prune` has removed it since: versions stay."""
+    n_output, n_prompt = lengths.versions or 0, fact.prompt_length - fact.shared
+    if (lengths.output_ids is None and n_output > 0) or (lengths.prompt_ids is None and n_prompt > 0):
+        return Lengths(n_prompt, n_output, n_output, n_output), True
+    return lengths, False
 
 
 _encoder = msgspec.json.Encoder()

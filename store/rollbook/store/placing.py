@@ -128,6 +128,20 @@ def find_broken(
     return _over(np.logical_or, np.where(is_broken, own, link), is_broken)[:n]
 
 
+def find_pruned(
+    parent: Index, n_shared: Index, is_broken: npt.NDArray[np.bool_], is_taken: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """[N] Which nodes were pruned, or share tokens of one that was.
+
+    parent, n_shared, is_broken: [N], as in `find_broken`; is_taken: [N + M] which nodes `prune` took, of those above:
+    which were found here.
+    """
+    link = np.arange(len(is_taken))
+    is_linked = (n_shared > 0) & (parent >= 0) & ~is_broken  # what is not broken is in no circle
+    link[: len(parent)][is_linked] = parent[is_linked]
+    return _over(np.logical_or, link, is_taken)[: len(parent)]
+
+
 def _ends(link: Index, *amounts: Index) -> tuple[Index, ...]:
     """Where each way along `link` ends (there it leads to itself), and the amounts on the way, the end's left out."""
     sums = [np.where(link == np.arange(len(link)), 0, amount) for amount in amounts]

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from duckdb_sqlalchemy import Dialect
 from sqlalchemy.schema import CreateTable
 
-PROJECTION = "0004"
+PROJECTION = "0005"
 """The revision of these tables; the newest file in `migrations/versions`."""
 
 metadata = sa.MetaData()
@@ -115,6 +115,7 @@ episodes = sa.Table(
     _float("reward", "its current reward named 'reward': the episode's own, else the sum over its interactions"),
     _int("n_interactions", "its model calls"),
     _long("n_output", "sampled tokens of those that are trainable: whole, in use, and can be rebuilt"),
+    _long("n_pruned", "of n_output, those that can be rebuilt no more since `rollbook prune`"),
     _int("version_min", "oldest policy version among its trainable tokens"),
     _int("version_max", "newest policy version among its trainable tokens"),
     _text(
@@ -158,7 +159,7 @@ interactions = sa.Table(
     _int("delivered", "sampled tokens that reached the client, where it left early"),
     _text("logprobs_mode", "of which distribution the logprobs are: processed, raw, or invented by a script"),
     _text("sampling", "sampling settings as JSON"),
-    _float("mean_logprob", "mean behaviour logprob of its sampled tokens"),
+    _float("mean_logprob", "mean behaviour logprob of its sampled tokens; NULL once they are pruned"),
     _float("seconds", "from request to last token"),
     _float("first_token_seconds", "from request to first token"),
     _time("recorded_at", "when it was recorded"),
@@ -168,6 +169,7 @@ interactions = sa.Table(
     _flag("is_leaf", "no node extends it: the end of a trajectory"),
     _flag("is_retried", "a later request repeated it; with is_leaf: an orphan, out of training by default"),
     _flag("is_broken", "it shares tokens that no parent in its episode has, so its prompt cannot be rebuilt"),
+    _flag("is_pruned", "`rollbook prune` removed its tokens, or some of a parent's that it shares"),
     _text("start_id", "first node of its trajectory"),
     _int("path_n", "nodes from there to here"),
     _long("path_output", "sampled tokens from there to here"),
@@ -232,13 +234,24 @@ scored = sa.Table(
     _text("scorer", "who scored"),
     _text("weights_sha256", "of the weights' files, where they were read from a folder"),
     _text("batch_id", "for which batch"),
-    _float("mean_logprob", "mean logprob of its output under those weights"),
-    _float("mean_entropy", "mean entropy of those weights along its output"),
+    _float("mean_logprob", "mean logprob of its output under those weights; NULL once that is pruned"),
+    _float("mean_entropy", "mean entropy of those weights along its output; NULL once that is pruned"),
     _time("scored_at", "when"),
     _text("writer", "where the scores are in the log"),
     _long("position", "where the scores are in the log"),
     _event("event_id", "of TokensScored"),
     comment="One row per scoring of an interaction's output under other weights; the view `scores` adds the gap.",
+)
+
+pruned = sa.Table(
+    "pruned",
+    metadata,
+    _text("interaction_id", "an interaction whose messages and tokens are removed"),
+    _text("episode_id", "its episode"),
+    _text("run_id", "its run"),
+    _time("pruned_at", "when `rollbook prune` first took it"),
+    _event("event_id", "of InteractionsPruned"),
+    comment="One row per interaction that `rollbook prune` took. Its row of `interactions`, rewards and versions stay.",
 )
 
 failures = sa.Table(
@@ -267,7 +280,7 @@ tool_calls = sa.Table(
     _flag("is_error", "what came back reports an error; NULL while nothing has come back"),
     _time("called_at", "when the answer that asked was recorded"),
     _long("key", "a number for the call's id within its episode; the same in `tool_results`"),
-    comment="One row per tool call that a model made. Read from messages: a rebuild has none of what was pruned.",
+    comment="One row per tool call that a model made. Read from messages, so there are none of what was pruned.",
 )
 
 tool_results = sa.Table(
@@ -280,7 +293,7 @@ tool_results = sa.Table(
     _flag("is_error", "it reports an error"),
     _time("answered_at", "when that model call was recorded"),
     _long("key", "a number for the call's id within its episode; the same in `tool_calls`"),
-    comment="One row per result that an agent sent back; branches may send one again.",
+    comment="One row per result that an agent sent back; branches may send one again. None of what was pruned.",
 )
 
 

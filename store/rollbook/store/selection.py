@@ -7,6 +7,7 @@ chosen or left out for one reason, the first that holds:
     state         it ended in a state that was not asked for
     taken         a batch took it already
     no_data       nothing of it can be trained on: not meant for it, repeated later, or its prompt cannot be rebuilt
+    pruned        all of that was removed by `rollbook prune`
     stale         its oldest token is too old, or outside the versions asked for
     no_reward     it has no reward under that name or expression
     filtered      the filter expression is not true of it
@@ -146,7 +147,7 @@ def _reasons(selection: Selection) -> list[tuple[str, str]]:
     if selection.is_untaken:
         reasons.append(("taken", "n_taken > 0"))
     if selection.is_trainable:
-        reasons.append(("no_data", "n_output = 0"))
+        reasons += [("no_data", "n_output = 0"), ("pruned", "n_pruned = n_output")]
     stale = []
     if selection.max_staleness is not None and selection.current_version is not None:
         stale.append(f"version_min < {selection.current_version - selection.max_staleness}")
@@ -265,7 +266,7 @@ def select_query(selection: Selection) -> str:
     kept = ["i.episode_id in (select episode_id from chosen)"]
     if selection.is_trainable:
         kept += ["i.is_trainable", "i.capture = 'complete'", "i.n_output > 0", "not (i.is_retried and i.is_leaf)"]
-        kept.append("not i.is_broken")
+        kept += ["not i.is_broken", "not i.is_pruned"]
     elif selection.is_trainable is not None:
         kept.append("not i.is_trainable")
     if selection.edges is not None:

@@ -21,7 +21,16 @@ import xxhash
 
 from .directory import read_manifest
 from .errors import BadEvent, LogCorrupt
-from .events import InteractionRecorded, Lengths, TokensScored, check, decode_fact, decode_messages
+from .events import (
+    InteractionRecorded,
+    InteractionsPruned,
+    Lengths,
+    TokensScored,
+    before_pruning,
+    check,
+    decode_fact,
+    decode_messages,
+)
 from .frames import id_keys
 from .sealing import content_crc
 from .segments import GO_ON, Chain, Sealed, Segment
@@ -82,6 +91,7 @@ def verify(path: str | os.PathLike[str]) -> Report:
     report.n_interactions = len(nodes)
     report.n_pruned = nodes.n_pruned
     report.problems += nodes.problems()
+    report.notes += nodes.notes()
     return report
 
 
@@ -203,6 +213,7 @@ class _Nodes:
     def __init__(self) -> None:
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []
         self._names: list[pa.Array] = []
+        self._taken: set[int] = set()  # which `prune` took, by their events
         self.n_pruned = 0
 
     def __len__(self) -> int:
@@ -226,10 +237,12 @@ class _Nodes:
                 if messages is not None:
                     decode_messages(messages)
                 if isinstance(fact, InteractionRecorded):
-                    lengths, is_pruned = _before_pruning(fact, lengths)
+                    lengths, is_pruned = before_pruning(fact, lengths)
                     found.append((i, fact, lengths, is_pruned))
                 elif isinstance(fact, TokensScored) and lengths.logprobs is None:
                     lengths = Lengths(logprobs=0)
+                elif isinstance(fact, InteractionsPruned):
+                    self._taken.update(map(_hash, fact.interaction_ids))
                 check(fact, run, episode, interaction, at, lengths)
             except BadEvent as error:
                 yield f"{_place(batch, i)}: {error}"
@@ -253,15 +266,35 @@ class _Nodes:
                 shared,
                 prompt_length + n_output,
                 was_pruned,
+                prompt_length - shared + n_output > 0,
             )
         )
+
+    def _joined(self) -> Iterator[npt.NDArray[Any]]:
+        return (np.concatenate(column) for column in zip(*self._columns, strict=True))
+
+    def notes(self) -> Iterator[str]:
+        if not self._columns:
+            return
+        own, *_, is_pruned, has_tokens = self._joined()
+        is_taken = np.isin(own, np.fromiter(self._taken, np.uint64, len(self._taken)))
+        n_begun = int((is_taken & has_tokens & ~is_pruned).sum())
+        if n_begun:
+            yield (
+                f"{n_begun} interactions are to be pruned and still have their tokens: the command was ended, or their "
+                "writer was at work; `rollbook prune BOOK --where false` removes them"
+            )
+        n_unknown = int((is_pruned & ~is_taken).sum())
+        if n_unknown:
+            yield (
+                f"{n_unknown} interactions were pruned by an earlier version, of which the tables do not know; "
+                "`rollbook prune BOOK --where false` tells them"
+            )
 
     def problems(self) -> Iterator[str]:
         if not self._columns:
             return
-        own, parent, has_parent, extends, shared, path_length, is_pruned = (
-            np.concatenate(column) for column in zip(*self._columns, strict=True)
-        )
+        own, parent, has_parent, extends, shared, path_length, is_pruned, _ = self._joined()
         names = pa.chunked_array(self._names)
         order = np.argsort(own, kind="stable")
         at = np.minimum(np.searchsorted(own[order], parent), len(own) - 1)
@@ -285,14 +318,6 @@ class _Nodes:
                 yield f"interaction {names[int(i)].as_py()}: {sentence}"
             if len(found) > _SHOWN:
                 yield f"and {len(found) - _SHOWN} more interactions: {sentence}"
-
-
-def _before_pruning(fact: InteractionRecorded, lengths: Lengths) -> tuple[Lengths, bool]:
-    """The lengths that an interaction was recorded with, and whether it has been pruned since: versions stay."""
-    n_output, n_prompt = lengths.versions or 0, fact.prompt_length - fact.shared
-    if (lengths.output_ids is None and n_output > 0) or (lengths.prompt_ids is None and n_prompt > 0):
-        return Lengths(n_prompt, n_output, n_output, n_output), True
-    return lengths, False
 
 
 def _hash(name: str) -> int:

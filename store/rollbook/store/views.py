@@ -34,7 +34,7 @@ from .errors import BookBusy, LogCorrupt, LogWriteFailed, QueryRefused, StoreErr
 from .events import KINDS, SCHEMA_VERSION
 from .log import Cursor, Log
 from .payloads import facts_query
-from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, find_broken, place
+from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, find_broken, find_pruned, place
 from .sandbox import Guest, Sandbox
 from .schema import PROJECTION, create_statements, metadata, view_statements
 from .tools import ANSWERS, MARK, read_tools
@@ -106,6 +106,7 @@ class Views:
         self._cursor: dict[str, int] = dict(con.execute("select writer, position from cursors").fetchall())
         self._waiting = self._load_waiting()
         ((self._next_node,),) = con.execute("select coalesce(max(node), -1) + 1 from interactions").fetchall()
+        self._has_pruned = con.execute("select 1 from pruned limit 1").fetchone() is not None
 
     def _start_kept(self, path: Path) -> None:
         """With the tables of a file if they can be read and are those of this log, else with empty ones."""
@@ -295,7 +296,7 @@ class Views:
             cursor[writer] = batch.column("position")[batch.num_rows - 1].as_py() + 1
         self._con.begin()
         try:
-            projection = _Projection(self._con, self._waiting, self._next_node)
+            projection = _Projection(self._con, self._waiting, self._next_node, self._has_pruned)
             projection.apply(chunk)
             for writer, position in cursor.items():
                 if self._cursor.get(writer) is None:
@@ -319,6 +320,7 @@ class Views:
             raise
         self._cursor = cursor
         self._next_node = projection.next_node
+        self._has_pruned = projection.has_pruned
         self._state += 1
 
 
@@ -415,7 +417,7 @@ def _chunks(batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]
 
 PLACE_COLUMNS = (
     "node", "up_node", "up_id", "up_edge", "depth", "top_id", "root_id", "start_id", "path_n", "path_output",
-    "path_version_min", "path_version_max", "is_broken",
+    "path_version_min", "path_version_max", "is_broken", "is_pruned",
 )  # fmt: skip
 
 _FIELD_OF = {"n_prompt": "prompt_length", "n_shared": "shared"}
@@ -430,10 +432,11 @@ _FACTS = {kind: facts_query(kind, "_rows") for kind in KINDS}
 class _Projection:
     """One transaction's worth of events applied to the tables."""
 
-    def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str], next_node: int) -> None:
+    def __init__(self, con: duckdb.DuckDBPyConnection, waiting: set[str], next_node: int, has_pruned: bool) -> None:
         self._con = con
         self._waiting = waiting
         self.next_node = next_node
+        self.has_pruned = has_pruned  # whether the table `pruned` has rows
         self._touched: set[str] = set()  # episodes about which something new was learned
 
     @contextmanager
@@ -471,6 +474,7 @@ class _Projection:
             ("BatchTaken", self._taken),
             ("BatchTrained", self._trained),
             ("TokensScored", self._scored),
+            ("InteractionsPruned", self._pruned),
         ):
             rows = at.get(kind)
             if rows is not None and len(rows):
@@ -576,9 +580,10 @@ class _Projection:
                     is_eval = n.is_eval, version = n.version, task = n.task, key_sha256 = n.key_sha256,
                     origin_interaction_id = n.origin_interaction_id, opened_at = n.recorded_at, opened_by = n.event_id
                 when not matched then insert (episode_id, run_id, task_id, group_id, attempt, is_eval, version, task,
-                    key_sha256, origin_interaction_id, opened_at, opened_by, state, n_interactions, n_output, n_taken)
+                    key_sha256, origin_interaction_id, opened_at, opened_by, state, n_interactions, n_output, n_pruned,
+                    n_taken)
                   values (n.episode_id, n.run_id, n.task_id, n.group_id, n.attempt, n.is_eval, n.version, n.task,
-                    n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open', 0, 0, 0)
+                    n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open', 0, 0, 0, 0)
             """)
 
     def _closed(self, rows: pa.Table, _: object) -> None:
@@ -594,8 +599,8 @@ class _Projection:
                     run_id = case when e.opened_by is null then n.run_id else e.run_id end,
                     state = n.state, reason = n.reason, closed_at = n.recorded_at, closed_by = n.event_id
                 when not matched then insert (episode_id, run_id, state, reason, closed_at, closed_by, n_interactions,
-                    n_output, n_taken)
-                  values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id, 0, 0, 0)
+                    n_output, n_pruned, n_taken)
+                  values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id, 0, 0, 0, 0)
             """)
 
     def _rewards(self, rows: pa.Table, _: object) -> None:
@@ -646,7 +651,8 @@ class _Projection:
             above = pa.concat_tables(
                 [above, _without(more, _names(nodes["interaction_id"], above["interaction_id"])["id"])]
             )
-        placed, parent = _place(nodes, above)
+        taken = self._taken_by_prune(nodes["interaction_id"])
+        placed, parent = _place(nodes, above, taken)
 
         self._waiting.difference_update(come)
         missing = nodes["parent_id"].filter(pa.array(parent < 0)).drop_null()
@@ -661,14 +667,14 @@ class _Projection:
         for name, column in (
             *((name, fresh[name]) for name in ("n_output", "version_min", "version_max")),
             *((name, column.slice(0, n)) for name, column in placed.items()),
-            ("mean_logprob", lists.mean("logprobs", at)),
+            ("mean_logprob", pc.if_else(pa.array(taken[:n]), None, lists.mean("logprobs", at))),
             ("is_leaf", pa.array(~has_next[:n])),
             ("is_retried", pa.array(is_retried[:n])),
         ):
             new = new.append_column(name, column)
         with self._staged(_new=new):
             self._con.execute(f"insert into interactions by name select {_INTERACTION_COLUMNS} from _new")
-        self._tools(rows, replaced)
+        self._tools(rows.filter(pa.array(~taken[:n])), replaced)
         if moved.num_rows:
             again = pa.table({"id": moved["interaction_id"], **{c: a.slice(n) for c, a in placed.items()}})
             with self._staged(_moved=again):
@@ -695,14 +701,14 @@ class _Projection:
                 """).fetchall()
             self._touched.update(episode_id for (episode_id,) in flagged)
 
-    def _tools(self, rows: pa.Table, replaced: list[str]) -> None:
-        """Tool calls and results of interactions that are new, and of those that they replace no more."""
+    def _tools(self, rows: pa.Table, gone: list[str]) -> None:
+        """Tool calls and results of interactions that are new, and no more those of the gone: replaced or pruned."""
         touched: set[int] = set()
-        if replaced:
-            with self._staged(_gone=pa.table({"id": replaced})):
+        if gone:
+            with self._staged(_gone=pa.table({"id": gone})):
                 for name in ("tool_calls", "tool_results"):
-                    gone = f"delete from {name} where interaction_id in (select id from _gone) returning key"
-                    touched.update(key for (key,) in self._con.execute(gone).fetchall())
+                    delete = f"delete from {name} where interaction_id in (select id from _gone) returning key"
+                    touched.update(key for (key,) in self._con.execute(delete).fetchall())
         rows = rows.select(["row", "run_id", "episode_id", "interaction_id", "recorded_at"])
         rows = rows.filter(pc.is_in(rows["row"], self._speak_of_tools()))
         said = zip(range(rows.num_rows), rows["episode_id"].to_pylist(), self._messages(rows["row"]), strict=True)
@@ -885,14 +891,64 @@ class _Projection:
 
     def _scored(self, rows: pa.Table, lists: "_Lists") -> None:
         at = rows["row"].to_numpy()
-        rows = rows.append_column("mean_logprob", lists.mean("logprobs", at))
-        with self._staged(_rows=rows.append_column("mean_entropy", lists.mean("entropies", at))):
+        is_gone = pa.array(self._taken_by_prune(rows["interaction_id"]))
+        for column, values in (("mean_logprob", "logprobs"), ("mean_entropy", "entropies")):
+            rows = rows.append_column(column, pc.if_else(is_gone, None, lists.mean(values, at)))
+        with self._staged(_rows=rows):
             self._con.execute(f"""
                 insert into scored by name
                 select interaction_id, run_id, version, scorer, weights_sha256, batch_id, mean_logprob, mean_entropy,
                   recorded_at as scored_at, writer, position, event_id
                 from {_FACTS["TokensScored"]}
             """)
+
+    def _pruned(self, rows: pa.Table, _: object) -> None:
+        """Of several events that name one interaction the first stands. What only its payload tells leaves the tables,
+        since a rebuild, which may come before or after the payload has gone, cannot have it."""
+        self.has_pruned = True
+        with self._staged(_rows=rows):
+            found = self._con.sql(f"""
+                select id as interaction_id, episode_id, run_id, recorded_at, event_id
+                from (select * exclude (interaction_ids, interaction_id), unnest(interaction_ids) as id
+                      from {_FACTS["InteractionsPruned"]})
+                qualify row_number() over (partition by id order by recorded_at, event_id) = 1
+            """).to_arrow_table()
+        with self._staged(_found=found):
+            self._con.execute("""
+                merge into pruned p using (
+                    select * replace (event_id::uuid as event_id) from _found  -- Arrow has it as text
+                ) n on p.interaction_id = n.interaction_id
+                when matched and (n.recorded_at, n.event_id) < (p.pruned_at, p.event_id) then update set
+                    episode_id = n.episode_id, run_id = n.run_id, pruned_at = n.recorded_at, event_id = n.event_id
+                when not matched then insert (interaction_id, episode_id, run_id, pruned_at, event_id)
+                    values (n.interaction_id, n.episode_id, n.run_id, n.recorded_at, n.event_id)
+            """)
+            only = "interaction_id in (select interaction_id from _found)"
+            self._con.execute(f"update interactions set mean_logprob = null where {only}")
+            self._con.execute(f"update scored set mean_logprob = null, mean_entropy = null where {only}")
+            marked = self._con.execute("""
+                with recursive lost(id) as (
+                    select interaction_id from _found
+                    union
+                    select i.interaction_id from interactions i join lost on i.parent_id = lost.id
+                    where i.n_shared > 0 and not i.is_broken
+                )
+                update interactions set is_pruned = true where not is_pruned and interaction_id in (select id from lost)
+                returning episode_id
+            """).fetchall()
+        self._touched.update(episode_id for (episode_id,) in marked)
+        self._tools(rows.slice(0, 0), found["interaction_id"].to_pylist())
+
+    def _taken_by_prune(self, ids: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+        """[N] Which of these `prune` took."""
+        if not self.has_pruned:
+            return np.zeros(len(ids), np.bool_)
+        with self._staged(_wanted=pa.table({"id": ids})):
+            found = self._con.sql(
+                "select interaction_id from pruned where interaction_id in (select id from _wanted)"
+            ).to_arrow_table()
+        taken: npt.NDArray[np.bool_] = pc.is_in(ids, found["interaction_id"].combine_chunks()).to_numpy()
+        return taken
 
     def _refresh_episodes(self) -> None:
         """Compute again what `episodes` says of the episodes that this transaction touched."""
@@ -901,19 +957,20 @@ class _Projection:
         with self._staged(_touched=pa.table({"episode_id": pa.array(list(self._touched), pa.string())})):
             self._con.execute("""
                 update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
-                    version_min = f.version_min, version_max = f.version_max, reward = f.reward, n_taken = f.n_taken,
-                main_id = f.main_id, main_node = f.main_node
+                    n_pruned = f.n_pruned, version_min = f.version_min, version_max = f.version_max,
+                    reward = f.reward, n_taken = f.n_taken, main_id = f.main_id, main_node = f.main_node
                 from (
                     with d as (select episode_id from _touched),
                     i as (
                         select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
                           version_max, is_trainable and not (is_retried and is_leaf) and not is_broken as is_trained,
-                          is_trained and capture = 'complete' as is_whole, origin_id
+                          is_trained and capture = 'complete' as is_whole, is_pruned, origin_id
                         from interactions where episode_id in (select episode_id from d)
                     ),
                     n as (
                         select episode_id, count(*) as n_interactions,
                           coalesce(sum(n_output) filter (is_whole), 0) as n_output,
+                          coalesce(sum(n_output) filter (is_whole and is_pruned), 0) as n_pruned,
                           min(version_min) filter (is_whole) as version_min,
                           max(version_max) filter (is_whole) as version_max
                         from i group by episode_id
@@ -944,18 +1001,18 @@ class _Projection:
                         from i join batch_rows using (interaction_id) group by episode_id
                     )
                     select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
-                      version_min, version_max, reward, coalesce(n_taken, 0) as n_taken,
-                  m.last.id as main_id, m.last.node as main_node
+                      coalesce(n_pruned, 0) as n_pruned, version_min, version_max, reward,
+                      coalesce(n_taken, 0) as n_taken, m.last.id as main_id, m.last.node as main_node
                     from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
                     left join m using (episode_id)
                 ) f where e.episode_id = f.episode_id
             """)
 
 
-def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index]:
+def _place(nodes: pa.Table, above: pa.Table, taken: npt.NDArray[np.bool_]) -> tuple[dict[str, pa.Array], Index]:
     """The place columns of nodes, and the parent of each as a place in nodes, then above; -1 where it is not known.
 
-    above: rows that are placed already and may be their parents.
+    above: rows that are placed already and may be their parents. taken: which of the nodes `prune` took.
     """
     ids = nodes["interaction_id"].combine_chunks()
     pool = pa.concat_arrays([ids, above["interaction_id"].combine_chunks()])
@@ -981,12 +1038,15 @@ def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index
     # Whoever reads an episode has no others: what shares tokens of one of theirs cannot be rebuilt.
     episode, episode_above = (_numbers(rows["episode_id"], nodes["episode_id"].unique()) for rows in (nodes, above))
     is_own = np.concatenate([episode, episode_above])[parent] == episode
+    own_parent, n_shared = np.where(is_own, parent, -1), _filled(nodes["n_shared"], 0)
     is_broken = find_broken(
-        np.where(is_own, parent, -1),
-        _filled(nodes["n_shared"], 0),
+        own_parent,
+        n_shared,
         np.concatenate([_filled(rows["n_prompt"], 0) + _filled(rows["n_output"], 0) for rows in (nodes, above)]),
         above["is_broken"].to_numpy(),
     )
+    taken = np.concatenate([taken, above["is_pruned"].to_numpy()])
+    is_pruned = find_pruned(own_parent, n_shared, is_broken, taken) if taken.any() else taken[: len(ids)]
     number = np.concatenate([_filled(nodes["node"], -1), _filled(above["node"], -1)])
     names = pa.concat_arrays([pool, *(above[name].combine_chunks() for name in ("top_id", "root_id", "start_id"))])
     is_top = places.up < 0
@@ -1005,6 +1065,7 @@ def _place(nodes: pa.Table, above: pa.Table) -> tuple[dict[str, pa.Array], Index
         "path_version_min": pa.array(places.path_version_min, mask=places.path_version_min == NO_MIN),
         "path_version_max": pa.array(places.path_version_max, mask=places.path_version_max == NO_MAX),
         "is_broken": pa.array(is_broken),
+        "is_pruned": pa.array(is_pruned),
     }
     return columns, parent
 

@@ -23,7 +23,7 @@ from rollbook.store.selection import Selection, episodes_query
 
 EVENTS = "events.parquet"
 
-_BY_EPISODE = ("episodes", "interactions", "rewards", "failures", "tool_calls", "tool_results")
+_BY_EPISODE = ("episodes", "interactions", "rewards", "failures", "pruned", "tool_calls", "tool_results")
 _BY_RUN = ("runs", "policies")
 _BY_INTERACTION = ("batch_rows", "scored")
 _ARRAYS = ("prompt_ids", "output_ids", "logprobs", "versions", "entropies")
