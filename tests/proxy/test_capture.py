@@ -439,6 +439,23 @@ async def test_case_34_a_prompt_that_leaves_no_room_is_refused():
         assert event.fact.error == "ContextOverflow"
 
 
+async def test_case_34_a_prompt_that_is_far_too_long_is_refused_by_its_length_and_made_no_tokens():
+    """The longest token of this tokenizer has 13 characters."""
+    async with Talk("x", max_context=1000) as talk:
+        first = await talk.ask([user("a")])
+        for messages in ([user("a" * 50_000)], [user("a"), said(first), user("a" * 50_000)]):
+            with pytest.raises(
+                ContextOverflow, match=r"the prompt has at least 38[0-9]{2} tokens and leaves"
+            ) as caught:
+                await talk.ask(messages)
+            assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+            assert talk.events[-1].fact.error == "ContextOverflow"
+        with pytest.raises(ContextOverflow, match=r"the prompt has 50[0-9]{2} tokens and leaves"):
+            await talk.ask([user("a" * 5000)])
+        counted = await talk.capture.count(Request(dialect="messages", messages=[user("a" * 50_000)]))
+        assert counted > 50_000, "who only counts is told"
+
+
 async def test_max_tokens_is_what_is_left_of_the_context():
     async with Talk("x", "y", "z", max_context=64) as talk:
         reply = await talk.ask([user("a")])

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from rollbook.proxy import tokenizer as ours
 from rollbook.proxy.tokenizer import _MOST_NEW, _PATTERNS, Words
 
 CORPUS = [
@@ -85,6 +86,31 @@ def test_ids_are_those_of_the_whole_text(name, pieces):
 @settings(max_examples=100, deadline=None)
 def test_ids_of_any_text_are_those_of_the_whole_text(name, text):
     assert WORDS[name].encode(text) == KINDS[name].encode(text, add_special_tokens=False).ids
+
+
+REACH = {name: ours.Tokenizer(kind, "", specials={}, eos_ids=(), max_length=None) for name, kind in KINDS.items()}
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+@given(text=st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_a_text_has_no_fewer_tokens_than_its_length_says(name, text):
+    assert REACH[name].least(text) <= len(KINDS[name].encode(text, add_special_tokens=False).ids)
+    assert REACH[name].least("x " * 1000 + text) > 10
+
+
+def test_what_a_tokenizer_drops_or_makes_one_counts_as_nothing():
+    kind = trained([pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    vocabulary = {chr(256 + n): n for n in range(68)} | {chr(n): 68 + n for n in range(256) if n not in (97, 98)}
+    kind.model = models.BPE(vocab=vocabulary, merges=[])
+    lossy = ours.Tokenizer(kind, "", specials={}, eos_ids=(), max_length=None)
+    assert len(lossy.encode("ab" * 50 + "c")) == 1
+    assert lossy.least("ab" * 50 + "c") == 1
+    composed = "\u03b1\u0313\u0300\u0345" * 100  # one character each in NFC
+    kind = KINDS["pattern 0"]
+    assert REACH["pattern 0"].least(composed) <= len(kind.encode(composed, add_special_tokens=False).ids)
+    kind = trained([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    assert ours.Tokenizer(kind, "", specials={}, eos_ids=(), max_length=None).least(" " * 1000) == 0
 
 
 def test_text_of_many_new_words_is_encoded_too():

@@ -347,7 +347,7 @@ class Capture:
             call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
             prompt: _Prompt | None = None
             try:
-                prompt = await self._prompt(episode, request)
+                prompt = await self._prompt(episode, request, await self._most_tokens(request))
                 form = None if request.dialect == "completions" else self.renderer.form(prompt.ids, request)
                 sampling = call.sampling = await self._sampling(request, len(prompt.ids))
                 yield Piece(interaction_id=call.interaction_id, prompt_tokens=len(prompt.ids))
@@ -405,8 +405,9 @@ class Capture:
 
     # ------------------------------------------------------------ the prompt
 
-    async def _prompt(self, episode: Episode, request: Request) -> _Prompt:
-        """Find the parent and make the prompt. Raises BadRequest, NotFound."""
+    async def _prompt(self, episode: Episode, request: Request, most: int | None = None) -> _Prompt:
+        """Find the parent and make the prompt. Raises BadRequest, NotFound, and ContextOverflow where its text's length
+        alone says that it has more than `most` tokens."""
         messages, parent_id = request.messages, request.parent_id
         if not messages and parent_id is None:
             raise BadRequest("messages is empty; send at least one", param="messages")
@@ -415,7 +416,7 @@ class Capture:
             raw = messages[0].get("content") or ""
             match = episode.tree.resolve([{"role": "user", "content": raw if isinstance(raw, str) else str(raw)}])
             match = msgspec.structs.replace(match, parent_id=None, n_matched=0, edge=None, kept=None)
-            ids = await _aside(len(raw), partial(self.renderer.raw, raw))
+            ids = await _aside(len(raw), partial(self.renderer.raw, raw, most=most))
             return _Prompt(match, Path(ids), 0, None, None, None)
         if parent_id is not None:
             parent = episode.nodes.get(parent_id)
@@ -437,7 +438,7 @@ class Capture:
         parent = episode.nodes[match.parent_id] if match.parent_id is not None else None
         n_chars = _size(match.messages[match.n_matched :])
         if parent is None:
-            root = partial(self.renderer.root, match.messages, request.tools, variables)
+            root = partial(self.renderer.root, match.messages, request.tools, variables, most=most)
             n_chars += _TOOL_CHARS * len(request.tools)
             return _Prompt(match, Path(await _aside(n_chars, root)), 0, None, match.cause, None)
         whole: Callable[[], list[Message]] = partial(list, match.messages)
@@ -448,7 +449,7 @@ class Capture:
         if ways.has_reasoning or not self.renderer.check(ways).is_exact:  # then all of it may have to be written
             n_chars += 4 * path.n
         turn = self._turn(episode, parent, path)
-        child = partial(self.renderer.child, turn, match, whole, request.tools, variables)
+        child = partial(self.renderer.child, turn, match, whole, request.tools, variables, most=most)
         rendered = await _aside(n_chars, child)
         path = path.plus(rendered.more, kept=rendered.kept)
         return _Prompt(match, path, rendered.shared, rendered.edge, rendered.cause, parent)
@@ -516,21 +517,20 @@ class Capture:
         while self._paths_size > _PATHS_SIZE:
             self._paths_size -= self._paths.popitem(last=False)[1].n
 
+    async def _most_tokens(self, request: Request) -> int:
+        """What prompt and answer together may have."""
+        if self._max_context is None:
+            self._max_context = (await self._engine.health()).max_context
+        asked = request.max_total_tokens
+        return self._max_context if asked is None else min(self._max_context, asked)
+
     async def _sampling(self, request: Request, n_prompt: int) -> Sampling:
         """What the engine is asked for: the client's wishes, within the context that is left."""
         check_sampling(request.sampling)
-        if self._max_context is None:
-            self._max_context = (await self._engine.health()).max_context
-        most = self._max_context
-        if request.max_total_tokens is not None:
-            most = min(most, request.max_total_tokens)
+        most = await self._most_tokens(request)
         room = most - n_prompt
         if room < 1:
-            raise ContextOverflow(
-                f"the prompt has {n_prompt} tokens and leaves no room for an answer: prompt and answer together may "
-                f"have {most}; shorten the messages",
-                param="messages",
-            )
+            raise ContextOverflow.of(n_prompt, most)
         wanted = request.sampling.max_tokens
         eos = [i for i in self._tokenizer.eos_ids if i not in request.sampling.stop_token_ids]
         return msgspec.structs.replace(

@@ -44,6 +44,15 @@ class ContextOverflow(BadRequest):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, n_prompt: int, most: int, *, is_least: bool = False) -> "ContextOverflow":
+        """For a prompt of (at least) so many tokens, where prompt and answer together may have `most`."""
+        return cls(
+            f"the prompt has {'at least ' if is_least else ''}{n_prompt} tokens and leaves no room for an answer: "
+            f"prompt and answer together may have {most}; shorten the messages",
+            param="messages",
+        )
+
 
 class WrongMethod(BadRequest):
     """A good path, asked in the wrong way; `allow` names the methods that it takes, as the header of that name does."""

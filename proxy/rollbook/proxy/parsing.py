@@ -16,7 +16,7 @@ import msgspec
 from rollbook.store.events import Float32s, Int32s, new_event_id
 
 from .request import Piece, Tool, ToolCall
-from .tokenizer import Tokenizer
+from .tokenizer import BYTES, Tokenizer
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -413,19 +413,9 @@ MARKS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "
 # ---------------------------------------------------------------- tokens to text
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-_BYTES = _byte_alphabet()
-
-
 def _bytes_of(token: str) -> bytes:
     try:
-        return bytes([_BYTES[c] for c in token])
+        return bytes([BYTES[c] for c in token])
     except KeyError:
         return token.encode()
 

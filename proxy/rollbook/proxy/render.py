@@ -25,7 +25,7 @@ from rollbook.store.tree import Match, canonical_json, classify, text_of
 
 from . import outside
 from .engine import Call, Form
-from .errors import BadRequest
+from .errors import BadRequest, ContextOverflow
 from .form import CALL_WRITINGS, schema_of
 from .parsing import (
     MARKS,
@@ -227,14 +227,24 @@ class Renderer:
     # ------------------------------------------------------------ prompts
 
     def root(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] = (), variables: dict[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        variables: dict[str, Any] | None = None,
+        *,
+        most: int | None = None,
     ) -> Int32s:
-        """The prompt of a conversation that continues nothing. Raises BadRequest with the template's words."""
-        return self._encode_whole(self._write(self.plain(messages), tools, variables))
+        """The prompt of a conversation that continues nothing. Raises BadRequest with the template's words.
 
-    def raw(self, prompt: str | list[int]) -> Int32s:
+        most, here and below: tokens that a prompt and an answer may have together. ContextOverflow is raised where the
+        length of the text alone says that there are more, before that text is made tokens, which takes long.
+        """
+        return self._encode_whole(self._write(self.plain(messages), tools, variables), most)
+
+    def raw(self, prompt: str | list[int], *, most: int | None = None) -> Int32s:
         """A prompt that is no conversation: text, with what the tokenizer puts at its ends, or ids."""
         if isinstance(prompt, str):
+            self._refuse_long(prompt, most)
             return np.asarray(self.tokenizer.backend.encode(prompt).ids, np.int32)
         return np.asarray(prompt, np.int32)
 
@@ -245,6 +255,8 @@ class Renderer:
         messages: Callable[[], list[Message]],
         tools: Sequence[Tool] = (),
         variables: dict[str, Any] | None = None,
+        *,
+        most: int | None = None,
     ) -> Rendered:
         """The prompt of a request that hangs on `parent` by an edge `extends`, `rerendered` or `compacts`.
 
@@ -252,14 +264,14 @@ class Renderer:
         again; `match.messages[match.n_matched:]` are those after the parent's reply.
         """
         if match.edge != "extends":
-            kept, more, cause = 0, self.root(messages(), tools, variables), None
+            kept, more, cause = 0, self.root(messages(), tools, variables, most=most), None
         else:
             edits = None if self.history == "exact" else self._edits(parent, match)
             tail = self._tail(parent, match, messages, tools, variables) if edits is None else None
             if tail is not None:
-                kept, more, cause = self._continue(parent, tail)
+                kept, more, cause = self._continue(parent, tail, most)
             else:
-                kept, more, cause = self._follow(parent, edits, messages(), tools, variables)
+                kept, more, cause = self._follow(parent, edits, messages(), tools, variables, most)
         placed = classify(match, parent.path_ids[kept:], more)
         cause = placed.cause if placed.edge == "extends" else cause or placed.cause
         return Rendered(kept, more, kept + placed.shared, placed.edge, cause)
@@ -389,18 +401,18 @@ class Renderer:
                 return None
         return tail
 
-    def _continue(self, parent: Turn, tail: _Tail) -> _Plan:
+    def _continue(self, parent: Turn, tail: _Tail, most: int | None) -> _Plan:
         """The parent's tokens and what follows them, whether or not the reply ended as the template ends it."""
         n = len(parent.path_ids)
         if parent.cut is not None and self.history == "template":
             rest = parent.cut.text + tail.gap + tail.end + tail.after
-            return parent.n_prompt + parent.cut.n_tokens, self.encode_after(rest), "stop text removed"
+            return parent.n_prompt + parent.cut.n_tokens, self.encode_after(rest, most), "stop text removed"
         last = int(parent.path_ids[-1]) if n > parent.n_prompt else -1
         if last not in self.tokenizer.eos_ids:
-            return n, self.encode_after(tail.gap + tail.end + tail.after), None
+            return n, self.encode_after(tail.gap + tail.end + tail.after, most), None
         if last == self._end_id or self.history == "exact":
-            return n, self.encode_after(tail.after), None
-        return n - 1, self.encode_after(tail.gap + tail.end + tail.after), "end of turn replaced"
+            return n, self.encode_after(tail.after, most), None
+        return n - 1, self.encode_after(tail.gap + tail.end + tail.after, most), "end of turn replaced"
 
     def _follow(
         self,
@@ -409,6 +421,7 @@ class Renderer:
         messages: Sequence[Message],
         tools: Sequence[Tool],
         variables: dict[str, Any] | None,
+        most: int | None,
     ) -> _Plan:
         """The prompt as it is written now, from the deepest turn of the parent's path that still begins it."""
         told, at = self.plain(messages), parent.n_messages
@@ -417,7 +430,7 @@ class Renderer:
             told[at] = self._as_answered(parent, told)
             tail, cause = self._compare(told, at, tools, variables)
             if tail is not None:
-                return self._continue(parent, tail)
+                return self._continue(parent, tail, most)
         else:
             cause = edits.cause
         now = self._write(told, tools, variables)
@@ -427,9 +440,9 @@ class Renderer:
             then = self._write(told[:n_messages], tools, variables)
             if now.startswith(then):
                 rest = now[len(then) :]
-                more = self._reply_anew(parent, rest) if n_messages == at else self.encode_after(rest)
+                more = self._reply_anew(parent, rest, most) if n_messages == at else self.encode_after(rest, most)
                 return n_prompt, more, cause
-        return 0, self.tokenizer.encode(now), cause
+        return 0, self._encode(now, most), cause
 
     def _as_answered(self, parent: Turn, told: list[Message]) -> Message:
         """The parent's reply, which says what came back in `told`, in our spelling; the calls' ids are the client's."""
@@ -440,7 +453,7 @@ class Renderer:
             ours["id"] = theirs["id"]
         return reply
 
-    def _reply_anew(self, parent: Turn, rest: str) -> Int32s:
+    def _reply_anew(self, parent: Turn, rest: str, most: int | None) -> Int32s:
         """The reply as it is written now and what follows it: with the sampled tokens where they spell its end."""
         pieces, output_ids = self.vocabulary.pieces, parent.path_ids[parent.n_prompt :]
         end = rest.find(self._end) if self._end else -1
@@ -452,8 +465,8 @@ class Renderer:
                 at -= 1
                 n += len(pieces[output[at]])
             if n == len(wanted) and b"".join(pieces[i] for i in output[at:]) == wanted:
-                return np.concatenate((output_ids[at:], self.encode_after(rest[end + len(self._end) :])))
-        return self.encode_after(rest)
+                return np.concatenate((output_ids[at:], self.encode_after(rest[end + len(self._end) :], most)))
+        return self.encode_after(rest, most)
 
     def _edits(self, parent: Turn, match: Match) -> _Edits | None:
         """What the client left out of the history, or put into it, that changes what the model reads."""
@@ -505,8 +518,17 @@ class Renderer:
             told, list(tools), add_generation_prompt=True, **{**self._variables, **(variables or {})}
         )
 
-    def _encode_whole(self, text: str) -> Int32s:
+    def _refuse_long(self, text: str, most: int | None) -> None:
+        if most is not None and (least := self.tokenizer.least(text)) >= most:
+            raise ContextOverflow.of(least, most, is_least=True)
+
+    def _encode(self, text: str, most: int | None) -> Int32s:
+        self._refuse_long(text, most)
+        return self.tokenizer.encode(text)
+
+    def _encode_whole(self, text: str, most: int | None) -> Int32s:
         """The ids of a whole conversation. Its head, system prompt and tools, is the same for many: encoded once."""
+        self._refuse_long(text, most)
         head = text[: text.find(self._end) + len(self._end)] if self._end and len(text) >= _LONG_HEAD else ""
         if len(head) < _LONG_HEAD:
             return self.tokenizer.encode(text)
@@ -520,10 +542,11 @@ class Renderer:
             self._heads[head] = head_ids
         return ids
 
-    def encode_after(self, text: str) -> Int32s:
+    def encode_after(self, text: str, most: int | None = None) -> Int32s:
         """The ids of text that stands behind other tokens, not at the beginning."""
         if not self._end:
-            return self.tokenizer.encode(text)
+            return self._encode(text, most)
+        self._refuse_long(text, most)
         ids = self.tokenizer.encode(self._end + text)
         return ids[int((ids == self._end_id).argmax()) + 1 :]
 

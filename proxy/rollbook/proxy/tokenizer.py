@@ -71,6 +71,7 @@ class Tokenizer:
         self.template_names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(chat_template)))
         self._globals = {**self._template.globals, "documents": None, **specials}
         self._words = Words(backend) if Words.fit(backend) else None
+        self._longest, self._lost, self._made_one = _reach(backend)
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | Path | None = None) -> Self:
@@ -114,6 +115,13 @@ class Tokenizer:
         if self._words is not None:
             return np.array(self._words.encode(text), np.int32)
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def least(self, text: str) -> int:
+        """A text has at least so many tokens, by its length alone; 0 where that tells nothing. Takes no time."""
+        if not self._longest:
+            return 0
+        n = len(text) - sum(map(text.count, self._lost))
+        return -(-n // (self._longest if text.isascii() else self._longest * self._made_one))
 
     def decode(self, ids: "Int32s | Sequence[int]", *, skip_special_tokens: bool = False) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD."""
@@ -188,9 +196,7 @@ class Words:
             return False
         if any(t.lstrip or t.rstrip or t.single_word or re.search(r"\s", t.content) for t in config.added_tokens):
             return False
-        steps = [config.pre_tokenizer] if config.pre_tokenizer is not None else []
-        while any(step.type == "Sequence" for step in steps):
-            steps = [inner for step in steps for inner in (step.pretokenizers if step.type == "Sequence" else [step])]
+        steps = config.steps
         is_cut = False
         for step in steps:
             if step.type == "ByteLevel" and not step.add_prefix_space:
@@ -245,12 +251,48 @@ class Words:
         return ids
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (GPT-2)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
+"""How a byte-level tokenizer writes bytes: as one character each."""
+
+
+def _reach(backend: tokenizers.Tokenizer) -> tuple[int, list[str], int]:
+    """What the length of a text tells of its tokens: the characters of the longest one; characters that get none; of
+    how many the normaliser may make one. (0, [], 1) where it tells nothing: many kinds of tokenizer drop text.
+    """
+    config = msgspec.json.decode(backend.to_str(), type=_Config)
+    steps, vocabulary = config.steps, backend.get_vocab()
+    drops = (
+        config.model.type != "BPE"
+        or config.truncation
+        or (config.normalizer is not None and config.normalizer.type != "NFC")
+        or any(token.lstrip or token.rstrip for token in config.added_tokens)
+        or not steps
+        or steps[-1].type != "ByteLevel"
+        or any(step.type not in ("ByteLevel", "Split", "Digits") or step.behavior == "Removed" for step in steps)
+    )
+    is_unknown_one = config.model.unk_token is not None and not config.model.fuse_unk
+    lost = [] if is_unknown_one else [byte for char, byte in BYTES.items() if char not in vocabulary]
+    # What is not ASCII has bytes from 0x80 to 0xBF behind its first one: with those known it is never lost as a whole.
+    if drops or any(0x80 <= byte < 0xC0 for byte in lost):
+        return 0, [], 1
+    # Characters are normalised by Unicode's NFC, which makes one of at most four.
+    return max(map(len, vocabulary)), [chr(byte) for byte in lost if byte < 0x80], 1 if config.normalizer is None else 4
+
+
 class _Step(msgspec.Struct):
     """Of a tokenizer.json: a step before the model."""
 
     type: str
     pretokenizers: "list[_Step]" = []
     pattern: dict[str, Any] = {}
+    behavior: str = ""
     invert: bool = False
     use_regex: bool = True
     add_prefix_space: bool = False
@@ -266,6 +308,8 @@ class _Added(msgspec.Struct):
 class _Model(msgspec.Struct):
     type: str = ""
     dropout: float | None = None
+    unk_token: str | None = None
+    fuse_unk: bool = False
 
 
 class _Normalizer(msgspec.Struct):
@@ -273,7 +317,7 @@ class _Normalizer(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """Of a tokenizer.json: what decides whether `Words` fits."""
+    """Of a tokenizer.json: what decides whether `Words` fits, and what a text's length tells."""
 
     model: _Model
     added_tokens: list[_Added] = []
@@ -281,6 +325,14 @@ class _Config(msgspec.Struct):
     pre_tokenizer: _Step | None = None
     truncation: Any = None
     padding: Any = None
+
+    @property
+    def steps(self) -> list[_Step]:
+        """Those before the model, in order."""
+        steps = [self.pre_tokenizer] if self.pre_tokenizer is not None else []
+        while any(step.type == "Sequence" for step in steps):
+            steps = [inner for step in steps for inner in (step.pretokenizers if step.type == "Sequence" else [step])]
+        return steps
 
 
 def _json(path: Path) -> dict[str, Any]:
