@@ -255,8 +255,8 @@ def canned(rows: int) -> None:
           'run' || (i * 16 // {rows}) as run_id, 'task' || (i // 8 % 1000) as task_id, 'group_' || (i // 8) as group_id,
           1 as attempt, i % 50 = 0 as is_eval, 'done' as state, (i * 800 // {rows})::int as version,
           (i * 800 // {rows})::int as version_min, (i * 800 // {rows})::int as version_max,
-          (i * 7919 % 2)::double as reward, 8 as n_interactions, 2400 as n_output, i * 8 + 7 as main_node,
-          0 as n_taken, timestamptz '2026-01-01' + interval 1 second * i as opened_at,
+          (i * 7919 % 2)::double as reward, 8 as n_interactions, 2400 as n_output, 0 as n_pruned,
+          i * 8 + 7 as main_node, 0 as n_taken, timestamptz '2026-01-01' + interval 1 second * i as opened_at,
           timestamptz '2026-01-01' + interval 1 second * (i + 60) as closed_at from range({rows // 8}) t(i)
     """,
     )

@@ -213,6 +213,9 @@ def test_two_prunes_at_once_are_one_after_the_other(path: Path) -> None:
 
 def test_a_pruned_child_does_not_hold_its_parent(path: Path) -> None:
     prune(path, interaction_ids=["e0.2"])
+    with open_book(path) as book:
+        how = Selection(rows="trajectories", episode_ids=("e0",))
+        assert book.select(how)["leaf_id"].to_pylist() == ["e0.1"]
     assert prune(path, interaction_ids=["e0.1"]).n_events == 1
 
 

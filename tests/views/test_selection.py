@@ -242,6 +242,33 @@ def test_what_cannot_be_rebuilt_is_left_out(harm: str) -> None:
         assert book.load(ids).row_ids == ids
 
 
+def test_a_trajectory_whose_end_cannot_be_rebuilt_is_offered_as_far_as_it_can() -> None:
+    log = MemoryLog()
+    log.append_blocking(
+        event(EpisodeOpened(task_id="t"), episode_id="e"),
+        *episode("sound", None, 1.0, turns=2),
+        interaction("a", at=0),
+        interaction("b", parent="a", edge="extends", shared=7, at=1),
+        interaction("too much", parent="b", edge="extends", shared=99, at=2),
+        interaction("below", parent="too much", edge="extends", shared=106, at=3),
+        interaction("c", at=4),  # goes on in two ways, one of them sound
+        interaction("c bad", parent="c", edge="extends", shared=99, at=5),
+        interaction("c good", parent="c", edge="extends", shared=7, at=6),
+        interaction("d", at=7),  # its next call was repeated, in vain
+        interaction("orphan", parent="d", edge="extends", shared=7, at=8),
+        interaction("again", parent="orphan", edge="retries", shared=99, at=9),
+        event(EpisodeClosed(state="done"), episode_id="e"),
+    )
+    book = Book(log)
+    found = book.select(Selection(rows="trajectories", episode_ids=("e", "sound")))
+    ids = found["leaf_id"].to_pylist()
+    assert sorted(ids) == ["b", "c good", "d", "sound.1"]
+    tokens = book.load(ids, form="trajectory")
+    assert dict(zip(ids, found["n_tokens"].to_pylist(), strict=True)) == {"b": 14, "c good": 14, "d": 7, "sound.1": 7}
+    assert tokens.n_tokens == found["n_tokens"].to_pandas().sum()
+    assert sum(found["weight"].to_pylist()) == pytest.approx(2)
+
+
 def test_an_answer_that_was_not_recorded_whole_is_no_data() -> None:
     log = MemoryLog()
     log.append_blocking(*episode("e", None, 1.0), interaction("torn", "e", n_output=5, version=7, capture="incomplete"))

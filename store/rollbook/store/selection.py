@@ -233,6 +233,16 @@ STATISTICS = (
 )  # fmt: skip
 
 
+_LOST = "(is_broken or is_pruned)"
+_CUT = f"""
+    select up_node from interactions
+    where up_edge = 'extends' and up_node in (
+        select up_node from interactions where {_LOST} and up_edge = 'extends'
+    ) group by up_node having bool_and({_LOST} or (is_retried and is_leaf))
+"""
+"""SQL for the nodes that are no leaves, and after which nothing can be rebuilt: there a trajectory ends, too."""
+
+
 def select_query(selection: Selection) -> str:
     """SQL for the rows of a selection, groups together, in its order.
 
@@ -242,7 +252,7 @@ def select_query(selection: Selection) -> str:
         interactions   interaction_id, n_prompt, n_output, edge, and weight: its share of the sampled tokens of the
                        episode's rows, so that the weights of an episode sum to one; credit, where it is asked for
         trajectories   leaf_id, n_interactions, n_tokens, n_output, weight: one over the episode's rows; credit: the
-                       mean over its interactions
+                       mean over its interactions; where the end of one cannot be rebuilt, as far as it can
         episodes       n_output, weight: 1
     """
     chosen = group_statistics_query("select * from picked")
@@ -279,13 +289,14 @@ def select_query(selection: Selection) -> str:
                 from credits join interactions p using (interaction_id) group by p.start_id
             ) n on n.start_id = i.start_id
         """  # fmt: skip
+        kept.append(f"(i.is_leaf or i.node in ({_CUT}))" if selection.is_trainable else "i.is_leaf")
         return f"""
             {base} {credit}
             select {about}, i.path_version_min as version_min, i.path_version_max as version_max,
               i.interaction_id as leaf_id, i.path_n as n_interactions, i.n_prompt + i.n_output as n_tokens,
               i.path_output as n_output, 1.0 / count(*) over (partition by c.episode_id) as weight {mean}
             from interactions i join chosen c using (episode_id) {spread}
-            where {" and ".join([*kept, "i.is_leaf"])}
+            where {" and ".join(kept)}
             order by c.place, c.episode_id, i.recorded_at, i.event_id
         """
     return f"""
