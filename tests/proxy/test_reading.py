@@ -11,6 +11,7 @@ from proxy_serving import said, serving
 from rollbook.proxy import reading
 from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.errors import BadRequest, Busy, Forbidden, NotFound
+from rollbook.store import TablesDamaged
 from rollbook.store.sql import Limits, run_query
 
 pytestmark = pytest.mark.anyio
@@ -54,6 +55,18 @@ async def test_sql_is_the_admins_and_only_reads():
         for query in ("drop table episodes", "select * from read_csv('/etc/passwd')", "select 1; select 2", "nonsense"):
             with pytest.raises(BadRequest):
                 await served.client.sql(query)
+
+
+async def test_tables_that_are_damaged_are_the_servers_fault_and_it_says_so(monkeypatch):
+    def damaged(*_):
+        raise TablesDamaged("views.duckdb is damaged; open the book again")
+
+    async with serving(lambda _: said("ok")) as served:
+        monkeypatch.setattr(reading, "run_query", damaged)
+        key = {"authorization": f"Bearer {served.service.admin_key}"}
+        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+            answer = await http.post("/sql", json={"query": "select 1"}, headers=key)
+        assert (answer.status_code, "is damaged; open the book again" in answer.text) == (500, True)
 
 
 async def test_queries_that_wait_for_one_another_hold_up_nothing_else(monkeypatch):

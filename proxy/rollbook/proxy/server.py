@@ -31,7 +31,7 @@ from litestar.exceptions import HTTPException
 from litestar.params import FromPath
 from litestar.types import ASGIApp
 
-from rollbook.store import Log, LogClosed, LogWriteFailed, QueriesBusy, StoreError, __version__
+from rollbook.store import Log, LogClosed, LogWriteFailed, QueriesBusy, StoreError, TablesDamaged, __version__
 from rollbook.store.book import Book
 from rollbook.store.views import Views
 
@@ -676,6 +676,9 @@ def _translated(error: Exception) -> ProxyError:
         return NotRecorded(f"it could not be recorded, so it did not happen: {error}")
     if isinstance(error, QueriesBusy):
         return Busy(str(error), retry_after_s=_QUERIES_END_S)
+    if isinstance(error, TablesDamaged):
+        _log.error("%s", error)
+        return ProxyError(str(error))
     if isinstance(error, StoreError):
         return BadRequest(str(error))
     _log.error("a request failed in a way that nobody foresaw", exc_info=error)

@@ -95,7 +95,7 @@ class Tables:
                 said = str(error).strip()
                 if "Out of Memory" in said or "bad_alloc" in said:
                     return {"over": "memory"}, None
-                return {"failed": said.split("\n\n")[0]}, None
+                return _failed(error), None
             finally:
                 is_done.set()
                 watch.join()
@@ -151,6 +151,10 @@ def data_bytes() -> int:
         return 0
 
 
+def _failed(error: Exception) -> dict[str, Any]:
+    return {"failed": str(error).strip().split("\n\n")[0], "kind": type(error).__name__}
+
+
 def _quoted(text: str) -> str:
     return text.replace("'", "''")
 
@@ -167,7 +171,7 @@ def main() -> None:
             found = getattr(tables, name)(*arguments)
             said, body = found if isinstance(found, tuple) else (found, None)
         except duckdb.Error as error:
-            said = {"failed": str(error).strip().split("\n\n")[0]}
+            said = _failed(error)
         is_last = name == "run" and tables.is_full()
         if is_last:
             said["is_last"] = True

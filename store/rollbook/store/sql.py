@@ -129,7 +129,10 @@ def run_query(
     *,
     limits: Limits = Limits(),
 ) -> pa.Table:
-    """Run a stranger's query on the views as they are now. Blocks; call it in a thread. Raises QueryRefused."""
+    """Run a stranger's query on the views as they are now. Blocks; call it in a thread.
+
+    Raises QueryRefused, and TablesDamaged where it met damage in their file.
+    """
     if "\x00" in query:
         raise QueryRefused("the query has a NUL character; expected SQL text")
     if len(query) > _QUERY_CHARS:
@@ -159,6 +162,10 @@ def run_query(
             )
             if not said:
                 return read_answer(answer)
+            if "failed" in said:
+                damage = views.damage_said(said["kind"], said["failed"])
+                if damage is not None:
+                    raise damage
     except TimeoutError:
         raise QueryRefused(too_late) from None
     except Died:

@@ -180,11 +180,15 @@ class Views:
 
     def damage(self, error: duckdb.Error) -> TablesDamaged | None:
         """What to raise where an error of DuckDB says that the file is damaged; the next opening makes a new one."""
-        if self._path is None or not _is_damage(error):
+        return self.damage_said(type(error).__name__, str(error))
+
+    def damage_said(self, kind: str, text: str) -> TablesDamaged | None:
+        """The same of an error that a guest met; kind: the name of its class."""
+        if self._path is None or not _says_damage(kind, text):
             return None
         _mark(self._path).touch()
         return TablesDamaged(
-            f"{self._path} is damaged ({str(error).splitlines()[0]}); open the book again, and its tables are computed "
+            f"{self._path} is damaged ({text.splitlines()[0]}); open the book again, and its tables are computed "
             "from the log"
         )
 
@@ -194,7 +198,7 @@ class Views:
 
         A guest opens the file as DuckDB would after a crash at this moment: what the last checkpoint says, and the log
         behind it. All of that stays as it is until the next checkpoint, which waits for the guests. Raises
-        QueryRefused where no process is free for wait_s; Died, TimeoutError.
+        QueryRefused where no process is free for wait_s; TablesDamaged, Died, TimeoutError.
         """
         with self._sandbox.guest(str(self._place()), wait_s) as guest:
             with self._lock:
@@ -207,6 +211,9 @@ class Views:
                     if guest.state != self._state:
                         said, _ = guest.ask(time.monotonic() + wait_s, _GUEST_BYTES, "open")
                         if said:
+                            damage = self.damage_said(said["kind"], said["failed"])
+                            if damage is not None:
+                                raise damage
                             raise QueryRefused(f"the tables cannot be read: {said['failed']}; open the book again")
                         guest.state = self._state
                 yield guest
@@ -359,11 +366,14 @@ def _is_unreadable(error: duckdb.Error) -> bool:
     return isinstance(error, kinds) or _is_damage(error)
 
 
-def _is_damage(error: BaseException) -> bool:
+def _is_damage(error: duckdb.Error) -> bool:
+    return _says_damage(type(error).__name__, str(error))
+
+
+def _says_damage(kind: str, text: str) -> bool:
     """Whether a block of a file has another checksum than it should: DuckDB 2.0 has no class of its own for that. A
     query's own errors may say such words, too, but are of other classes."""
-    kinds = (duckdb.IOException, duckdb.InternalException, duckdb.FatalException)
-    return "Corrupt database file" in str(error) and (type(error) is duckdb.Error or isinstance(error, kinds))
+    return kind in ("Error", "IOException", "InternalException", "FatalException") and "Corrupt database file" in text
 
 
 def _remove(path: Path) -> None:
