@@ -230,6 +230,16 @@ def test_the_cheaper_form_is_chosen() -> None:
     assert pack(little).is_causal
 
 
+def test_turns_that_go_on_from_one_another_are_one_path_and_fill_the_budget() -> None:
+    def turns(first: int) -> list[tuple[list[int], list[int]]]:
+        said = list(range(first, first + 40))
+        return [(said[: 10 * n + 8], said[10 * n + 8 : 10 * n + 10]) for n in range(4)]
+
+    rows = make_rows([turn for k in range(6) for turn in turns(1 + 50 * k)])
+    tries = list(micro_batches(rows, max_tokens=3 * 39))
+    assert [(trie.n_nodes, trie.is_forked) for trie in tries] == [(3 * 39, False)] * 2
+
+
 def test_the_same_body_twice_keeps_two_entries() -> None:
     rows = make_rows([([1, 2], [3, 4]), ([1, 2], [3, 4])])
     trie = build(rows)
