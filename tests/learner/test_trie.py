@@ -236,8 +236,9 @@ def test_turns_that_go_on_from_one_another_are_one_path_and_fill_the_budget() ->
         return [(said[: 10 * n + 8], said[10 * n + 8 : 10 * n + 10]) for n in range(4)]
 
     rows = make_rows([turn for k in range(6) for turn in turns(1 + 50 * k)])
-    tries = list(micro_batches(rows, max_tokens=3 * 39))
-    assert [(trie.n_nodes, trie.is_forked) for trie in tries] == [(3 * 39, False)] * 2
+    for form in (None, "paths"):
+        tries = list(micro_batches(rows, max_tokens=3 * 39, form=form))  # type: ignore[arg-type]
+        assert [(trie.n_nodes, trie.is_forked) for trie in tries] == [(3 * 39, False)] * 2
 
 
 def test_the_same_body_twice_keeps_two_entries() -> None:
