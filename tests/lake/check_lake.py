@@ -12,6 +12,7 @@ import pytest
 
 from lakes import new_lake
 from rollbook.store import BookBusy, Event, LogWriteFailed, RunStarted, StoreError, open_book, verify
+from rollbook.store.directory import write_manifest
 from rollbook.store.events import from_batch
 from rollbook.store.lake import LakeLog, connect, create_lake_book, lake_of
 from store_histories import interaction
@@ -181,3 +182,31 @@ def test_a_lake_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot attach the lake"):
         create_lake_book(tmp_path / "book", f"{SERVER} dbname=nobody", tmp_path / "data")
     assert not (tmp_path / "book").exists()
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_cannot_be_attached_is_said_without_passwords_and_our_own_options(tmp_path: Path) -> None:
+    for catalogue in (r"host=127.0.0.1 port=1 dbname=x password='it\'s 1'", "postgresql://me:hidden@127.0.0.1:1/x"):
+        write_manifest(tmp_path / "book", {"format": 2, "lake": {"catalogue": catalogue, "data": str(tmp_path)}})
+        with pytest.raises(
+            StoreError, match=r"cannot attach the lake at .*port 1 failed: Connection refused"
+        ) as caught:
+            open_book(tmp_path / "book")
+        said = str(caught.value)
+        assert "dbname=x" in said
+        assert not [word for word in ("hidden", "it\\'s", "it's", "keepalives", "password") if word in said]
+
+
+@pytest.mark.parametrize(
+    ("catalogue", "expected"),
+    [
+        ("host=127.0.0.1 dbname=x password=hidden", "has a password, which would stand in book.json"),
+        ("postgresql://me:hidden@127.0.0.1/x", "has a password, which would stand in book.json"),
+        ("postgresql://me:hidden word@127.0.0.1/x", "is no connection string"),
+    ],
+)
+def test_a_password_is_refused_and_not_said(tmp_path: Path, catalogue: str, expected: str) -> None:
+    with pytest.raises(StoreError, match=expected) as caught:
+        create_lake_book(tmp_path / "book", catalogue, tmp_path / "data")
+    assert "hidden" not in str(caught.value)
+    assert not list(tmp_path.iterdir())

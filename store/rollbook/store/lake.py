@@ -22,6 +22,7 @@ import importlib.util
 import logging
 import os
 import queue
+import re
 import threading
 import time
 import uuid
@@ -70,6 +71,8 @@ _SERVER_WATCH = {
     "tcp_user_timeout": 11_000,
 }
 
+_SECRETS = {"password", "sslpassword"}
+
 _CREATE = """create table if not exists lake.events (
     position bigint not null, event_id blob not null, writer varchar not null, kind varchar not null,
     schema_version smallint not null, run_id varchar not null, episode_id varchar, interaction_id varchar,
@@ -88,20 +91,36 @@ class Lake:
     catalogue: str
     data: str
 
+    @property
+    def shown(self) -> str:
+        """The catalogue, for messages: without a password that stands in it after all."""
+        given = _parsed(self.catalogue)
+        if not _SECRETS & given.keys():
+            return self.catalogue
+        kept = {name: value for name, value in given.items() if name not in _SECRETS}
+        return str(_psycopg().conninfo.make_conninfo("", **kept))
+
 
 def create_lake_book(path: str | os.PathLike[str], catalogue: str, data: str | os.PathLike[str]) -> None:
     """Make the folder `path` a book whose log is this lake; the lake is created where there is none.
 
-    Raises StoreError if the lake cannot be reached, the extra is missing, or `path` is another book already.
+    Raises StoreError if the lake cannot be reached, the extra is missing, `path` is another book already, or the
+    catalogue has a password in it.
     """
     folder = Path(path)
     lake = Lake(catalogue, str(Path(data).absolute()))
+    if _SECRETS & _parsed(catalogue).keys():
+        raise StoreError(
+            "the connection string has a password, which would stand in book.json for all who read the book; leave it "
+            "out and put it into PGPASSWORD or ~/.pgpass"
+        )
     if (folder / "book.json").exists():
         found = lake_of(folder)
         if found != lake:
-            raise StoreError(f"{folder} is a book of {found or 'its own folder'} already; give another path")
-    Path(lake.data).mkdir(parents=True, exist_ok=True)
+            whose = "its own folder" if found is None else f"the lake at {found.shown!r} with its data in {found.data}"
+            raise StoreError(f"{folder} is a book of {whose} already; give another path")
     connect(lake, may_create=True).close()
+    Path(lake.data).mkdir(parents=True, exist_ok=True)
     write_manifest(folder, {"format": LAKE_FORMAT, "lake": {"catalogue": lake.catalogue, "data": lake.data}})
 
 
@@ -135,7 +154,7 @@ def connect(lake: Lake, *, may_create: bool = False) -> duckdb.DuckDBPyConnectio
     except duckdb.Error as error:
         con.close()
         raise StoreError(
-            f"cannot attach the lake at {lake.catalogue!r} with its data in {lake.data}: {_first_line(error)}; "
+            f"cannot attach the lake at {lake.shown!r} with its data in {lake.data}: {_first_line(error)}; "
             "check that the catalogue answers and that the lake has been created"
         ) from error
     return con
@@ -155,16 +174,23 @@ def _watched(catalogue: str) -> str:
     A host that is cut off says nothing. Without this the server would wait two hours for it, and every other writer
     for the locks and the unfinished transaction that it holds. What `catalogue` says itself comes first.
     """
-    psycopg = _psycopg()
-    conninfo = psycopg.conninfo
-    try:
-        given = conninfo.conninfo_to_dict(catalogue)
-    except psycopg.Error as error:
-        raise StoreError(
-            f"{catalogue!r} is no connection string ({_first_line(error)}); give one like 'host=db dbname=rollbook'"
-        ) from error
+    given = _parsed(catalogue)
     options = [*(f"-c {name}={value}" for name, value in _SERVER_WATCH.items()), str(given.pop("options", ""))]
-    return str(conninfo.make_conninfo("", **{**_CLIENT_WATCH, **given, "options": " ".join(options).strip()}))
+    return str(
+        _psycopg().conninfo.make_conninfo("", **{**_CLIENT_WATCH, **given, "options": " ".join(options).strip()})
+    )
+
+
+def _parsed(catalogue: str) -> dict[str, Any]:
+    psycopg = _psycopg()
+    try:
+        return dict(psycopg.conninfo.conninfo_to_dict(catalogue))
+    except psycopg.Error as error:
+        # What it quotes may be of a password.
+        why = re.sub(r'"[^"]*"', lambda m: m[0] if m[0] == '"="' else '"..."', _first_line(error))
+        raise StoreError(
+            f"the lake's catalogue is no connection string ({why}); give one like 'host=db dbname=rollbook'"
+        ) from error
 
 
 def _extension(name: str) -> str:
@@ -512,7 +538,7 @@ class _Name:
         try:
             self._take()
         except psycopg.Error as error:
-            raise StoreError(f"the catalogue at {lake.catalogue!r} does not answer: {_first_line(error)}") from error
+            raise StoreError(f"the catalogue at {lake.shown!r} does not answer: {_first_line(error)}") from error
 
     def _take(self) -> None:
         connection = self._psycopg.connect(_watched(self._lake.catalogue), autocommit=True)
@@ -522,7 +548,7 @@ class _Name:
         if not found[0]:
             connection.close()
             raise BookBusy(
-                f"another process appends to the lake at {self._lake.catalogue!r} as {self._writer!r}; give this one "
+                f"another process appends to the lake at {self._lake.shown!r} as {self._writer!r}; give this one "
                 "another writer name, or stop the other"
             )
         self._connection = connection
@@ -560,4 +586,6 @@ def _quoted(text: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    """What an error says, without the connection string of `_watched`, which DuckDB puts before it."""
+    said = re.sub(r'.*-c tcp_keepalives_idle=[^"]*"[\s:]*', "", str(error), flags=re.DOTALL)
+    return said.strip().split("\n")[0]
