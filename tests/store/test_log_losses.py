@@ -158,6 +158,91 @@ def test_a_kill_while_a_loss_is_written_down_leaves_the_rest_to_the_next_try(boo
         assert verify(book).is_whole
 
 
+# ---- folders
+
+
+@pytest.fixture
+def two_writers(book: Path) -> Path:
+    with closing(DirectoryLog(book, "v", live_bytes=None)) as log:
+        for _ in range(3):
+            log.append_blocking(interaction())
+    return book
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_writers_folder_that_is_gone_is_missed_and_may_be_given_up(
+    two_writers: Path, is_sealed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = two_writers
+    if is_sealed:
+        with closing(DirectoryLog(book, "v", live_bytes=None)) as log:
+            log.seal()
+            log.append_blocking(interaction())  # nobody will know of it
+    shutil.rmtree(book / "log/v")
+    message = r"log/v is gone, and with it all events of 'v' that were not sealed: restore .*--accept-loss"
+    for open_ in (
+        lambda: DirectoryLog(book, "v"),
+        lambda: DirectoryLog(book, "other"),
+        lambda: DirectoryLog(book),
+        lambda: open_book(book),
+    ):
+        with pytest.raises(LogCorrupt, match=message):
+            open_()
+    assert [p for p in verify(book).problems if "log/v is gone" in p]
+    assert not (book / "log/v").exists()
+    main(["verify", str(book), "--accept-loss"])
+    n = 3 if is_sealed else 0
+    assert f"all events of 'v' from position {n} on are lost" in capsys.readouterr().err
+    assert accept_loss(book) == []
+    with open_book(book, "v") as opened:
+        lost = opened.sql("select writer, position from events where kind = 'EventLost'")
+        assert lost.to_pylist() == [{"writer": "v", "position": n}]
+        assert opened.log.append_blocking(interaction()) == [n + 1]
+    assert verify(book).is_whole
+
+
+def test_a_kill_while_a_folder_is_given_up_leaves_it_to_the_next_try(
+    two_writers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(two_writers / "log/v")
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            accept_loss(two_writers)
+    with pytest.raises(LogCorrupt, match="log/v is gone"):
+        DirectoryLog(two_writers)
+    assert [loss.writer for loss in accept_loss(two_writers)] == ["v"]
+    assert verify(two_writers).is_whole
+
+
+def test_a_copy_without_a_writer_is_one_until_a_writer_opens_it(two_writers: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(two_writers, copy)
+    shutil.rmtree(copy / "log/v")
+    report = verify(copy)
+    assert report.is_whole
+    assert "this is a copy without log/v, which the original had" in report.notes
+    assert len(ids(copy)) == 6
+    DirectoryLog(copy, "new").close()  # names all that are there
+    shutil.rmtree(copy / "log/w")
+    with pytest.raises(LogCorrupt, match="log/w is gone"):
+        DirectoryLog(copy)
+
+
+def test_half_a_name_that_a_kill_left_harms_nobody(two_writers: Path) -> None:
+    with open(two_writers / "book.writers", "ab") as file:
+        file.write(b"gho")
+    DirectoryLog(two_writers, "u").close()
+    assert len(ids(two_writers)) == 9
+    shutil.rmtree(two_writers / "log/u")
+    with pytest.raises(LogCorrupt, match="log/u is gone"):
+        DirectoryLog(two_writers)
+
+
 # ---- copies
 
 

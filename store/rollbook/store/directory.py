@@ -1,6 +1,7 @@
 """The log as a directory: framed Arrow segments, one folder per writer, no lock between writers.
 
     BOOK/book.json                                 which format the book has
+    BOOK/book.writers                              the names of those who append, see `writers`
     BOOK/log/<writer>/<first>.log                  segments of frames; only the last one of a writer grows
     BOOK/log/<writer>/synced                       how far its events are durable, for readers in other processes
     BOOK/sealed/<writer>/<first>-<next>.parquet    older segments, compressed in the background
@@ -33,7 +34,7 @@ import anyio.to_thread
 import numpy as np
 import pyarrow as pa
 
-from . import frames, locks, rows
+from . import frames, locks, rows, writers
 from ._version import __version__
 from .appending import WRITER_NAME, Appending, Numbering, Request, answer
 from .errors import BookBusy, BookNotFound, BookTooNew, LogClosed, LogCorrupt, LogWriteFailed, StoreError
@@ -233,6 +234,7 @@ class DirectoryLog(Appending):
         self._parsed_bytes = 0
         if writer is None:
             check_book(self.path)
+            writers.check_all_there(self.path)
         else:
             try:
                 self._open_writer(writer)
@@ -253,6 +255,7 @@ class DirectoryLog(Appending):
     def _open_writer(self, writer: str) -> None:
         create_book(self.path)
         check_book(self.path)
+        writers.check_all_there(self.path)
         folder = self.path / "log" / writer
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -279,6 +282,7 @@ class DirectoryLog(Appending):
             self._synced_fd = os.open(folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._synced_inode = os.fstat(self._synced_fd).st_ino
             self._say_synced(chain.next)
+            writers.name_all(self.path)
         except BaseException:
             for fd in (self._fd, self._synced_fd, self._folder_fd):
                 if fd >= 0:
@@ -437,8 +441,7 @@ class DirectoryLog(Appending):
 
     def _refresh(self, patience_s: float = 0.0) -> None:
         with self._reading:
-            writers = {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}
-            for writer in writers:
+            for writer in {name for folder in ("log", "sealed") for name in _listdir(self.path / folder)}:
                 if writer not in self._chains and WRITER_NAME.fullmatch(writer) and self._is_folder(writer):
                     self._chains[writer] = Chain(self.path, writer)
                 # Our own segments are listed as they become durable.

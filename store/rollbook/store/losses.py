@@ -8,8 +8,9 @@ missing and no position is given twice. Bytes that could not be read are kept be
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import frames, locks, rows
@@ -18,6 +19,7 @@ from .errors import BookBusy
 from .events import Event, EventLost
 from .sealing import sync_folder
 from .segments import Chain, Segment, log_name
+from .writers import find_missing, say_missing
 
 _FRAME_EVENTS = 4096
 
@@ -28,10 +30,13 @@ class Loss:
 
     writer: str
     first: int  # lost position
-    next: int  # after the last lost one
+    next: int  # after the last lost one; the log goes on there
     kept: Path | None
+    is_counted: bool = True  # where a whole folder was gone, nobody knows how many were lost
 
     def __str__(self) -> str:
+        if not self.is_counted:
+            return f"all events of {self.writer!r} from position {self.first} on are lost"
         what = f"positions {self.first} to {self.next - 1} of {self.writer!r} are lost"
         return what if self.kept is None else f"{what}; the bytes that could not be read are in {self.kept}"
 
@@ -43,13 +48,13 @@ def accept_loss(path: str | os.PathLike[str]) -> list[Loss]:
     """
     book = Path(path)
     check_book(book)
-    losses = []
+    losses = [_give_up_folder(book, writer) for writer in find_missing(book)[0]]
     for folder in sorted(p for p in (book / "log").glob("*") if p.is_dir()):
         with _held(folder):
             chain = Chain(book, folder.name)
             lost = chain.lost(chain.look())
             if lost is not None:
-                losses.append(_give_up(chain, lost))
+                losses.append(_give_up(chain, lost, chain.said.position))
     return losses
 
 
@@ -65,8 +70,25 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _give_up(chain: Chain, reason: str) -> Loss:
-    """Write frames of `EventLost` up to what was said. A kill in between leaves the rest of them to the next try."""
+def _give_up_folder(book: Path, writer: str) -> Loss:
+    """One `EventLost` for all that a missing folder had; the folder gets its name when it has the event."""
+    chain = Chain(book, writer)
+    chain.look()  # what was sealed is there
+    target = chain.folder
+    chain.folder = book / f".{writer}.lost"
+    shutil.rmtree(chain.folder, ignore_errors=True)  # of a try that was killed
+    chain.folder.mkdir(mode=0o700)
+    with _held(chain.folder):
+        loss = _give_up(chain, f"{say_missing(book, writer)}; how many is not known", chain.next + 1)
+        target.parent.mkdir(exist_ok=True, mode=0o700)
+        chain.folder.rename(target)
+        sync_folder(target.parent)
+        sync_folder(book)
+    return replace(loss, is_counted=False)
+
+
+def _give_up(chain: Chain, reason: str, stop: int) -> Loss:
+    """Write frames of `EventLost` up to `stop`. A kill in between leaves the rest of them to the next try."""
     last = chain.segments[-1] if chain.segments else None
     first, end = chain.next, last.end if isinstance(last, Segment) else 0
     target = last.path if isinstance(last, Segment) else chain.folder / log_name(first)
@@ -83,8 +105,8 @@ def _give_up(chain: Chain, reason: str) -> Loss:
             sync_folder(chain.folder)
             os.ftruncate(fd, end)
         with open(fd, "ab", closefd=False) as file:
-            for at in range(first, chain.said.position, _FRAME_EVENTS):
-                n = min(_FRAME_EVENTS, chain.said.position - at)
+            for at in range(first, stop, _FRAME_EVENTS):
+                n = min(_FRAME_EVENTS, stop - at)
                 events = [Event(run_id="lost", fact=EventLost(reason=reason)) for _ in range(n)]
                 ids = [event.event_id for event in events]
                 message = rows.message([rows.admit(event) for event in events], chain.writer, at)
@@ -93,4 +115,4 @@ def _give_up(chain: Chain, reason: str) -> Loss:
     finally:
         os.close(fd)
     sync_folder(chain.folder)
-    return Loss(chain.writer, first, chain.said.position, kept)
+    return Loss(chain.writer, first, stop, kept)

@@ -34,6 +34,7 @@ from .events import (
 from .frames import id_keys
 from .sealing import content_crc
 from .segments import GO_ON, Chain, Sealed, Segment
+from .writers import find_missing, say_missing
 
 _SHOWN = 20  # problems of one sort and writer; the rest is counted
 
@@ -88,6 +89,9 @@ def verify(path: str | os.PathLike[str]) -> Report:
         folders = [report.path / "log", report.path / "sealed"]
         for writer in sorted({p.name for folder in folders if folder.is_dir() for p in folder.iterdir() if p.is_dir()}):
             _verify_writer(report, writer, nodes)
+        gone, elsewhere = find_missing(report.path)
+        report.problems += [f"{say_missing(report.path, w)}; restore the folder from a copy, or {GO_ON}" for w in gone]
+        report.notes += [f"this is a copy without log/{w}, which the original had" for w in elsewhere]
     report.n_interactions = len(nodes)
     report.n_pruned = nodes.n_pruned
     report.problems += nodes.problems()
