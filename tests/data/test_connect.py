@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from rollbook.app.cli import main
 from rollbook.store import BookNotFound, EpisodeOpened, Event, PackageMissing, connect, open_book
 from rollbook.store.selection import Credit, Selection
 from rollbook.store.torch_rows import pad_rows
@@ -71,7 +72,9 @@ def test_a_copied_book_answers_alike(shown_book: Path, tmp_path: Path) -> None:
         assert copy.arrow(QUERY) == db.arrow(QUERY)
 
 
-def test_a_served_book_answers_alike(shown_book: Path) -> None:
+def test_a_served_book_answers_alike(
+    shown_book: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = Server()
     try:
         with open_book(shown_book) as book:
@@ -82,6 +85,12 @@ def test_a_served_book_answers_alike(shown_book: Path) -> None:
                 assert torch.equal(rows[0]["logprobs"], expected[0]["logprobs"])
             with pytest.raises(BookNotFound, match="admin key"):
                 connect(url)
+            monkeypatch.setenv("ROLLBOOK_ADMIN_KEY", KEY)
+            for where in (url, str(shown_book)):
+                main(["rewards", where, "reward", "reward", "--json"])
+            shown = capsys.readouterr().out
+            assert shown == shown[: len(shown) // 2] * 2
+            assert '"moved": 0' in shown
     finally:
         server.close()
 

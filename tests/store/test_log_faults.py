@@ -32,6 +32,7 @@ from rollbook.store import (
     LogCorrupt,
     LogWriteFailed,
     StoreError,
+    open_book,
     verify,
 )
 from rollbook.store.events import from_batch
@@ -629,6 +630,15 @@ def test_a_folder_that_is_no_book_says_what_to_do(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(BookNotFound, match=r"no book at .*has no book\.json.*writer="):
             DirectoryLog(path)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8000", "https://host/book", "s3://bucket/book"])
+def test_a_url_is_no_folder_and_does_not_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for writer in (None, "w"):
+        with pytest.raises(BookNotFound, match=f"expected the folder of a book, got the URL {url}; do this where"):
+            open_book(url, writer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_with_other_things_in_it_does_not_become_a_book(tmp_path: Path) -> None:

@@ -240,10 +240,10 @@ def _reward(args: argparse.Namespace) -> None:
 
 
 def _rewards(args: argparse.Namespace) -> None:
-    from .reading import print_table
+    from .reading import open_for_reading, print_table
     from .rereward import difference
 
-    with open_book(args.book) as book:
+    with open_for_reading(args.book) as book:
         print_table(difference(book, args.old, args.new), args.format, out)
 
 

@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -48,6 +49,7 @@ FORMAT = 1
 LAKE_FORMAT = 2
 """Of a book.json that names a lake instead; see `lake`."""
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/")  # as a Path has it
 _OF_A_BOOK = ("book", "log", "sealed", "views", "policies")
 """What may be in a folder before it is made a book, or where its book.json was lost."""
 
@@ -86,6 +88,7 @@ def check_book(path: Path) -> None:
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """A book's book.json. Raises BookNotFound, BookTooNew, LogCorrupt."""
+    _refuse_url(path)
     manifest = path / "book.json"
     try:
         data: dict[str, Any] = json.loads(manifest.read_bytes())
@@ -105,6 +108,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return data
 
 
+def _refuse_url(path: Path) -> None:
+    """Raises BookNotFound for the URL of a served book, or of a bucket."""
+    if _URL.match(str(path)):
+        raise BookNotFound(
+            f"expected the folder of a book, got the URL {str(path).replace(':/', '://', 1)}; do this where the folder "
+            "is. What only looks at a book (sql, show, rewards, export, the lists) takes the URL of a served one, too"
+        )
+
+
 def create_book(path: Path) -> None:
     """Make `path` a book unless it is one. Safe when several processes do it at once."""
     if not (path / "book.json").exists():
@@ -113,6 +125,7 @@ def create_book(path: Path) -> None:
 
 def write_manifest(path: Path, data: dict[str, Any]) -> None:
     """Give the folder `path`, created where there is none, its book.json unless it has one."""
+    _refuse_url(path)
     manifest = path / "book.json"
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     strange = sorted(n for n in os.listdir(path) if not n.startswith(".") and n.partition(".")[0] not in _OF_A_BOOK)
