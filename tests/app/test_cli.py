@@ -175,6 +175,9 @@ def test_prune_says_what_it_would_remove_and_removes_it_when_told(
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert said(capsys, *words)[0] == 0
     assert has_tokens(spoken_book) == everything - {"ep_old"}
+    assert "pruned" in said(capsys, "show", str(spoken_book), "ep_old")[1]
+    (call,) = json.loads(said(capsys, "show", str(spoken_book), "ep_old", "--json")[1])["interactions"]
+    assert (call["n_output"], call["output_ids"]) == (2, None)
     status, text = said(capsys, *words, "--yes")
     assert (status, "nothing to prune" in text) == (0, True)
     assert said(capsys, "prune", str(spoken_book), "--where", "true", "--yes")[0] == 0

@@ -27,6 +27,7 @@ from rollbook.store import (
     QueryRefused,
     RewardGiven,
     open_book,
+    prune,
 )
 
 PROMPT, FIRST, MORE, SECOND = [1, 2, 3], [4, 5], [6], [7, 8, 9]
@@ -117,6 +118,18 @@ def test_the_same_weights_score_once_and_others_again(tmp_path: Path, book_path:
         assert last == pytest.approx(plain(second, PROMPT, FIRST, 0.5)[0], abs=0.05)  # computed in bfloat16
     with pytest.raises(QueryRefused, match=r"docs/sql\.md"):
         rescore(book_path, first, where="no_such_column = 1")
+
+
+def test_what_cannot_be_rebuilt_is_left_out(tmp_path: Path, book_path: Path) -> None:
+    prune(book_path, interaction_ids=["i2"])
+    with open_book(book_path, writer="w") as book:
+        fact = InteractionRecorded(parent_id="gone", edge="extends", shared=1, prompt_length=1)
+        tokens = {"logprobs": np.zeros(1, np.float32), "versions": np.zeros(1, np.int32)}
+        one = np.ones(1, np.int32)
+        book.log.append_blocking(
+            Event(run_id="r", episode_id="e", interaction_id="i3", fact=fact, output_ids=one, **tokens)
+        )
+    assert rescore(book_path, tiny_folder(tmp_path / "m", seed=1), name="x").n_scored == 1
 
 
 def test_a_policy_of_the_run_is_known_by_its_version_and_training_takes_scores_as_its_reference(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rollbook.learner.batches import load_rows
-from rollbook.store import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, MemoryLog
+from rollbook.store import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, InteractionsPruned, MemoryLog
 from rollbook.store.book import Book
 
 
@@ -25,4 +25,11 @@ def test_an_answer_whose_prompt_cannot_be_rebuilt_stops_no_learner() -> None:
         answer("below", InteractionRecorded(parent_id="broken", edge="extends", shared=6, prompt_length=7)),
         Event(run_id="r", episode_id="e", fact=EpisodeClosed(state="done")),
     )
-    assert load_rows(Book(log), episode_ids=["e"]).interaction_ids == ["sound"]
+    book = Book(log)
+    assert load_rows(book, episode_ids=["e"]).interaction_ids == ["sound"]
+    log.append_blocking(
+        Event(run_id="r", episode_id="e", fact=InteractionsPruned(interaction_ids=["sound"])),
+        answer("another", InteractionRecorded(prompt_length=3)),
+    )
+    book.catch_up()
+    assert load_rows(book, episode_ids=["e"]).interaction_ids == ["another"]

@@ -302,6 +302,8 @@ def _add(under: Tree, one: Interaction, credit: float | None, shown: _Shown) -> 
         facts.append(
             f"version {row['version_min']}" + (f"-{row['version_max']}" * (row["version_max"] != row["version_min"]))
         )
+    if row["is_pruned"]:
+        facts.append("pruned")
     if credit is not None:
         facts.append(f"credit {credit:g}")
     if row["edge"] not in (None, "extends"):
@@ -310,7 +312,7 @@ def _add(under: Tree, one: Interaction, credit: float | None, shown: _Shown) -> 
     whole = "" if shown.spell else _overall(one, credit, shown)
     said = _said(one.reply)
     node = under.add(Text.assemble(("assistant: ", "green"), (said, whole), (f"  [{', '.join(facts)}]", "dim")))
-    if shown.spell is None or not shown.n_tokens or not row["n_output"]:
+    if shown.spell is None or not shown.n_tokens or not row["n_output"] or row["is_pruned"]:
         return
     ids = one.output_ids.tolist()[: shown.n_tokens]
     styles = _styles(one, credit, shown)
@@ -405,11 +407,16 @@ def _plain(episode: Episode, credits_of: dict[str, float | None]) -> dict[str, A
                 "reply": one.reply,
                 "rewards": one.rewards,
                 "credit": credits_of.get(one.interaction_id),
-                "prompt_ids": one.prompt_ids.tolist(),
-                "output_ids": one.output_ids.tolist(),
-                "logprobs": one.logprobs.tolist(),
-                "versions": one.versions.tolist(),
+                **{name: _tokens(one, name) for name in ("prompt_ids", "output_ids", "logprobs", "versions")},
             }
             for one in episode.interactions
         ],
     }
+
+
+def _tokens(one: Interaction, name: str) -> list[Any] | None:
+    """None where they cannot be rebuilt."""
+    if one.row["is_pruned"] or one.row["is_broken"]:
+        return None
+    found: list[Any] = getattr(one, name).tolist()
+    return found

@@ -123,7 +123,8 @@ def _wanted(book: Book, where: str | None, name: str, weights: str) -> tuple[lis
         from interactions i join episodes e using (episode_id) left join (
             select distinct interaction_id from scores where scorer = $name and weights_sha256 = $weights
         ) s using (interaction_id)
-        where i.n_output > 0 and i.origin_id is null and i.episode_id in (select episode_id from _chosen)
+        where i.n_output > 0 and i.origin_id is null and not i.is_broken and not i.is_pruned
+          and i.episode_id in (select episode_id from _chosen)
         order by e.run_id, e.group_id, i.episode_id, i.recorded_at, i.event_id
         """,
         {"name": name, "weights": weights},
