@@ -13,8 +13,9 @@ from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.proxy.server import Service, serve
 from rollbook.proxy.tokenizer import Tokenizer
-from rollbook.store import Event, open_book
+from rollbook.store import Event, open_book, prune
 from rollbook.store.events import EpisodeOpened
+from views_books import interaction
 from web_book import HOSTILE, TOKENIZER, make_book
 
 pytestmark = pytest.mark.anyio
@@ -292,3 +293,12 @@ async def test_the_page_follows_what_another_process_writes(tmp_path: Path) -> N
                 writer.log.append_blocking(Event(run_id="r", fact=EpisodeOpened(task_id="t"), episode_id="e"))
                 assert (await told(client, "stamp"))["stamp"] > before
                 assert [run["run_id"] for run in await told(client, "runs")] == ["r"]
+                writer.log.append_blocking(interaction("i"))
+                writer.log.seal()
+                (before,) = (await told(client, "episode", id="e"))["interactions"]
+                assert prune(path, episode_ids=["e"]).n_left == 0
+                (after,) = (await told(client, "episode", id="e"))["interactions"]
+                assert (before["is_pruned"], after["is_pruned"]) == (False, True)
+                assert (await told(client, "tokens", id="i"))["output"] == {
+                    "ids": [], "texts": None, "logprobs": [], "versions": []
+                }  # fmt: skip

@@ -371,7 +371,7 @@ def _told(
             "finish_reason",
         ),
         *("n_prompt", "n_shared", "n_output", "version_min", "version_max", "seconds", "first_token_seconds"),
-        *("mean_logprob", "is_trainable", "capture", "is_retried", "is_leaf", "delivered", "recorded_at"),
+        *("mean_logprob", "is_trainable", "capture", "is_retried", "is_leaf", "is_pruned", "delivered", "recorded_at"),
     )
     return {
         "episode": {name: value for name, value in episode.row.items() if name not in _HIDDEN},

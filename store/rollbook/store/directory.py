@@ -243,7 +243,7 @@ class DirectoryLog(Appending):
         self._sealer: threading.Thread | None = None
         self._sealing = threading.Lock()  # one segment at a time
         self._to_seal = threading.Event()
-        self._parsed: OrderedDict[tuple[Path, int], tuple[int, pa.RecordBatch, int]] = OrderedDict()
+        self._parsed: OrderedDict[tuple[Path, tuple[int, int], int], tuple[int, pa.RecordBatch, int]] = OrderedDict()
         self._parsed_bytes = 0
         if writer is None:
             check_book(self.path)
@@ -524,7 +524,8 @@ class DirectoryLog(Appending):
         with self._reading:
             segment = self._require(writer, position)
             k = segment.frame_of(position)
-            key = (segment.path, k)  # by path: a segment's frames are other ones once it is sealed
+            # By path and writing: a segment's frames are other ones once it is sealed, or pruned.
+            key = (segment.path, segment.written, k)
             found = self._parsed.get(key)
             if found is not None:
                 self._parsed.move_to_end(key)

@@ -108,6 +108,9 @@ class Segment:
     headers and verified when first read. A frame once listed stays where it is, also if the file is unlinked.
     """
 
+    written = (0, 0)
+    """Once, see `Sealed.written`."""
+
     def __init__(self, path: Path, first: int) -> None:
         self.path = path
         self.first = first
@@ -324,9 +327,14 @@ class Sealed:
         """See `sealing.content_crc`: of all row groups in order, when they were written."""
         return self._file().content_crc
 
-    def _file(self) -> "_ParquetFile":
+    @property
+    def written(self) -> tuple[int, int]:
+        """Which writing of the file is there now: another one after `prune`."""
         found = os.stat(self.path)
-        file = _open_parquet(str(self.path), found.st_ino, found.st_mtime_ns)
+        return found.st_ino, found.st_mtime_ns
+
+    def _file(self) -> "_ParquetFile":
+        file = _open_parquet(str(self.path), *self.written)
         if (file.first, file.n_rows) != (self.first, self.next - self.first):
             raise LogCorrupt(
                 f"{self.path} holds {file.n_rows} events from position {file.first} on, and not what its name says; "

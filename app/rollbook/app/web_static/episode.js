@@ -178,6 +178,7 @@ function Facts({ one }) {
     </p>
     <p class="badges">
       ${one.edge && one.edge !== "extends" && html`<span class="badge warn">${one.edge}${one.cause ? `: ${one.cause}` : ""}</span>`}
+      ${one.is_pruned && html`<span class="badge warn">pruned: its tokens are gone</span>`}
       ${one.is_retried && html`<span class="badge warn">asked again later</span>`}
       ${one.origin_id && html`<span class="badge">from the record</span>`}
       ${!one.is_trainable && html`<span class="badge">not trained on</span>`}
