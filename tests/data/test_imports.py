@@ -56,6 +56,11 @@ def count(path: Path) -> int:
         return int(book.sql("select count(*) as n from events")["n"][0].as_py())
 
 
+def event_ids(path: Path) -> set[bytes]:
+    with open_book(path) as book:
+        return {one for batch in book.log.read() for one in batch["event_id"].to_pylist()}
+
+
 def test_chat_there_and_back_is_the_same(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chat.jsonl", CHAT)
     done = import_into(tmp_path / "book", source)
@@ -64,6 +69,8 @@ def test_chat_there_and_back_is_the_same(tmp_path: Path) -> None:
     n = count(tmp_path / "book")
     again = import_into(tmp_path / "book", source)
     assert (again.n_episodes, again.n_there, count(tmp_path / "book")) == (0, 4, n), "twice is once"
+    import_into(tmp_path / "other", source)
+    assert event_ids(tmp_path / "other") == event_ids(tmp_path / "book"), "also where two books meet later"
     with open_book(tmp_path / "book") as book:
         out = export_book(book, "chat", tmp_path / "again.jsonl").files[0]
         assert book.select(Selection(rows="interactions")).num_rows == 0, "without tokens nothing is trainable"
