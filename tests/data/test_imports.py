@@ -12,8 +12,9 @@ import torch
 from rollbook.app.cli import main
 from rollbook.app.exports import export_book
 from rollbook.app.imports import import_into
-from rollbook.store import StoreError, open_book, verify
+from rollbook.store import EpisodeOpened, StoreError, TokensScored, open_book, prune, verify
 from rollbook.store.selection import Selection
+from views_books import event, interaction
 
 BYTES = "bytes"
 EVERYTHING = Selection(states=("open", "done", "failed", "abandoned", "lost"), is_eval=None, is_trainable=None)
@@ -308,6 +309,24 @@ def test_a_book_in_a_book_answers_alike(shown_book: Path, tmp_path: Path) -> Non
     assert (
         pq.read_table(tmp_path / "again-tables" / "events.parquet", columns=list(events)).sort_by("event_id") == first
     )
+
+
+def test_what_was_pruned_is_left_out_and_counted(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    with open_book(source, "w") as book:
+        for name in ("gone", "there"):
+            book.log.append_blocking(
+                event(EpisodeOpened(task_id="t"), episode_id=name),
+                interaction(name, name),
+                event(TokensScored(version=1), interaction_id=name, logprobs=np.zeros(3, np.float32)),
+            )
+    prune(source, episode_ids=["gone"])
+    done = import_into(tmp_path / "book", source)
+    assert done.n_interactions == 1
+    assert sum(done.notes.values()) == 4  # what the episode had, and that it was pruned
+    with open_book(tmp_path / "book") as book:
+        assert book.sql("select interaction_id from scores")["interaction_id"].to_pylist() == ["there"]
+        assert book.sql("select count(*) as n from pruned")["n"].to_pylist() == [0]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,9 @@ def test_what_shares_tokens_of_the_pruned_is_lost_with_them_and_what_shares_none
         n = book.sql("select n_output, n_pruned from episodes where episode_id = 'e0'").to_pylist()
         assert n == [{"n_output": 21, "n_pruned": 9}]
         assert contents(book) == contents(rebuilt(path))
+    report = verify(path)
+    assert report.is_whole
+    assert any(note.startswith("1 interactions share tokens of a pruned parent") for note in report.notes)
 
 
 def test_what_a_writer_at_work_has_not_sealed_is_not_offered_either_and_goes_later(path: Path) -> None:

@@ -280,7 +280,11 @@ class _Nodes:
     def notes(self) -> Iterator[str]:
         if not self._columns:
             return
-        own, *_, is_pruned, has_tokens = self._joined()
+        own, parent, has_parent, _, shared, _, is_pruned, has_tokens = self._joined()
+        index, is_found = _look_up(parent, own)
+        n_lost = int((has_parent & is_found & (shared > 0) & is_pruned[index] & ~is_pruned).sum())
+        if n_lost:
+            yield f"{n_lost} interactions share tokens of a pruned parent, so their prompts cannot be rebuilt"
         is_taken = np.isin(own, np.fromiter(self._taken, np.uint64, len(self._taken)))
         n_begun = int((is_taken & has_tokens & ~is_pruned).sum())
         if n_begun:
@@ -298,22 +302,15 @@ class _Nodes:
     def problems(self) -> Iterator[str]:
         if not self._columns:
             return
-        own, parent, has_parent, extends, shared, path_length, is_pruned, _ = self._joined()
+        own, parent, has_parent, extends, shared, path_length, *_ = self._joined()
         names = pa.chunked_array(self._names)
-        order = np.argsort(own, kind="stable")
-        at = np.minimum(np.searchsorted(own[order], parent), len(own) - 1)
-        index = order[at]
-        is_found = own[index] == parent
+        index, is_found = _look_up(parent, own)
         wrong = [
             (has_parent & ~is_found, "its parent is not in the book"),
             (has_parent & is_found & (shared > path_length[index]), "it shares more tokens than its parent's path has"),
             (
                 has_parent & is_found & extends & (shared != path_length[index]),
                 "its edge is `extends`, but it does not share all of its parent's path",
-            ),
-            (
-                has_parent & is_found & (shared > 0) & is_pruned[index] & ~is_pruned,
-                "its parent is pruned, so its prompt cannot be rebuilt",
             ),
         ]
         for mask, sentence in wrong:
@@ -322,6 +319,15 @@ class _Nodes:
                 yield f"interaction {names[int(i)].as_py()}: {sentence}"
             if len(found) > _SHOWN:
                 yield f"and {len(found) - _SHOWN} more interactions: {sentence}"
+
+
+def _look_up(
+    parent: npt.NDArray[np.uint64], own: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where each parent is in `own`, and whether it is."""
+    order = np.argsort(own, kind="stable")
+    index = order[np.minimum(np.searchsorted(own[order], parent), len(own) - 1)]
+    return index, own[index] == parent
 
 
 def _hash(name: str) -> int:

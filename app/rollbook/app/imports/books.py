@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollbook.app.exports.tables import EVENTS
-from rollbook.store import BadEvent, Book, InteractionRecorded, PolicyPublished, open_book
+from rollbook.store import BadEvent, Book, InteractionRecorded, PolicyPublished, TokensScored, open_book
 from rollbook.store.events import SCHEMA, EpisodeOpened, Event, from_batch
 from rollbook.store.upcasts import upcast
 
@@ -74,7 +74,8 @@ def _copy(book: Book, batches: Iterable[pa.RecordBatch], pruned: set[str], outco
                 if event.event_id.hex() in known:
                     outcome.n_there += is_opening
                     continue
-                if event.episode_id in pruned:
+                # Scores of an interaction may name no episode.
+                if event.episode_id in pruned or (isinstance(event.fact, TokensScored) and event.logprobs is None):
                     outcome.notes[PRUNED] += 1
                     continue
                 outcome.n_episodes += is_opening
