@@ -272,4 +272,4 @@ def test_requests_one_behind_the_other_without_reading(victim: Victim) -> None:
 
     with victim.watched():
         found = at_once(20, send)
-    assert set(found) <= {0, 200, 429}
+    assert set(found) <= {0, 200, 400, 429}  # 400: more than may wait came at once

@@ -1,7 +1,9 @@
 """Input that nobody should send: no 5xx, no leak, and the server goes on."""
 
+import asyncio
 import contextlib
 import copy
+import gc
 import json
 import socket
 import time
@@ -339,6 +341,22 @@ def test_connections_over_the_limit_are_told_to_come_back():
         with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as http:
             while http.get("/health").status_code == 429:
                 time.sleep(0.05)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
+async def test_who_is_cut_off_while_he_is_answered_leaves_no_error_behind(anyio_backend):
+    """uvloop raises where asyncio only warns."""
+    errors = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+    async with serving(lambda g: said("ok" * 20), token_s=0.1) as served:
+        started = await served.client.start_session("t")
+        body = b'{"messages":[{"role":"user","content":"hi"}]}'
+        requests = (head(started.api_key, len(body)) + body) * (3 * listener.MOST_WAITING)
+        answer = await anyio.to_thread.run_sync(speak, served, requests)
+        assert b" 400 " in answer.partition(b"\r\n")[0]
+    gc.collect()  # tasks say what nobody took from them when they go
+    assert not errors
 
 
 def test_what_is_no_http_is_refused(running):

@@ -89,6 +89,7 @@ class Protocol(HttpToolsProtocol):
     _on_lost: Callable[[], None] | None = None
     _is_lost = False
     _is_in_body = False
+    _answered: RequestResponseCycle | None = None  # the request that is being answered; `cycle` is the newest
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -98,8 +99,23 @@ class Protocol(HttpToolsProtocol):
             transport.write(_FULL)
             transport.close()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _cut_off(self) -> None:
+        """Whoever answers writes nothing more: uvloop raises where a transport is closed."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._cut_off()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
+        self._cut_off()
         super().connection_lost(exc)
         if self._on_lost is not None:
             self._on_lost()
