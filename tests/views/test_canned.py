@@ -206,7 +206,7 @@ def test_tokens_are_rows_where_they_were_brought(book: Book) -> None:
     ],
 )
 def test_a_tools_answer_is_read_as_an_error_where_it_says_so(content: Any, expected: bool) -> None:
-    assert is_tool_error({"role": "tool", "content": content}) is expected
+    assert is_tool_error(content) is expected
 
 
 def test_tokens_are_a_table_by_their_name(book: Book) -> None:

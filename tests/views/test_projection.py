@@ -246,6 +246,32 @@ def test_a_result_answers_the_latest_call_of_its_id_and_the_first_result_counts(
             assert book.sql("select count(*) as n from tool_results").to_pylist() == [{"n": 6}]
 
 
+def test_calls_and_results_of_any_shape_are_read_as_far_as_they_go() -> None:
+    asked = [1, {"id": 3}, {"id": "a", "function": []}, {"id": "b", "function": {"name": None, "arguments": {"x": 1}}}]
+    back = [
+        {"role": "tool", "tool_call_id": 3, "content": [{"type": "text", "text": "Error: no"}, "?"]},
+        {"role": "user", "tool_call_id": "a", "content": "Error: not a tool's"},
+        {"role": "tool", "tool_call_id": "a", "content": {"error": "?"}, "is_error": True},
+        {"role": "tool", "tool_call_id": "b", "content": '{"error": null'},
+        {"role": ["tool"]},
+    ]
+    log = MemoryLog()
+    log.append_blocking(
+        interaction("i0", at=0, messages=encode_messages(Messages(request=[], reply={"tool_calls": asked}))),
+        interaction("no list", at=1, messages=encode_messages(Messages(request=[], reply={"tool_calls": "x"}))),
+        interaction("i1", at=2, parent="i0", edge="extends", messages=encode_messages(Messages(back, {"role": "a"}))),
+    )
+    with Book(log) as book:
+        calls = book.sql("select call, tool, is_json, is_error from tool_calls order by call").to_pylist()
+        assert [tuple(call.values()) for call in calls] == [
+            (1, "None", False, True),
+            (2, "None", False, True),
+            (3, "None", True, False),
+        ]
+        results = book.sql("select place, is_error from tool_results order by place").to_pylist()
+        assert [tuple(result.values()) for result in results] == [(0, True), (2, True), (3, False)]
+
+
 def test_a_long_conversation_is_placed_without_recursion() -> None:
     log = MemoryLog()
     log.append_blocking(

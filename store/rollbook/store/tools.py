@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
@@ -18,23 +19,52 @@ _CALLS = {"row": pa.int64(), "key": pa.int64(), "call": pa.int32(), "tool": pa.s
 _RESULTS = {"row": pa.int64(), "key": pa.int64(), "place": pa.int32(), "is_error": pa.bool_()}
 
 
-def read_tools(said: Iterable[tuple[int, str | None, Any]]) -> tuple[pa.Table, pa.Table]:
-    """The calls and the results in (row, episode_id, JSON of messages): columns of the tables, and `row`."""
-    calls: list[tuple[Any, ...]] = []
-    results: list[tuple[Any, ...]] = []
-    for row, episode, messages in said:
-        spoken = _object(messages)
-        for place, message in enumerate(_list(spoken.get("request"))):
-            if isinstance(message, dict) and message.get("role") == "tool":
-                key = _key(episode, message.get("tool_call_id"))
-                results.append((row, key, place, is_tool_error(message)))
-        reply = spoken.get("reply")
-        for call, asked in enumerate(_list(reply.get("tool_calls")) if isinstance(reply, dict) else ()):
-            if isinstance(asked, dict):
-                function = asked.get("function")
+class _Message(msgspec.Struct, frozen=True, gc=False):
+    """What of a message concerns tools; the rest is skipped where it stands."""
+
+    role: Any = None
+    tool_call_id: Any = None
+    content: Any = None
+    is_error: Any = None
+    tool_calls: Any = None
+
+
+class _Said(msgspec.Struct, frozen=True, gc=False):
+    request: list[_Message] = []
+    reply: _Message = _Message()
+
+
+_said = msgspec.json.Decoder(_Said)
+
+
+def read_tools(rows: Iterable[tuple[str | None, Any]]) -> tuple[pa.Table, pa.Table]:
+    """The calls and the results in each (episode_id, JSON of messages): columns of the tables, and `row`, the number of
+    the pair. Messages that are none have neither."""
+    calls: tuple[list[Any], ...] = ([], [], [], [], [])
+    results: tuple[list[Any], ...] = ([], [], [], [])
+    for row, (episode, messages) in enumerate(rows):
+        try:
+            said = _said.decode(messages)
+        except msgspec.DecodeError:
+            continue
+        for place, message in enumerate(said.request):
+            if message.role == "tool":
+                results[0].append(row)
+                results[1].append(f"{episode}\0{message.tool_call_id}")
+                results[2].append(place)
+                results[3].append(is_tool_error(message.content, message.is_error))
+        asked = said.reply.tool_calls
+        if not isinstance(asked, list):
+            continue
+        for call, one in enumerate(asked):
+            if isinstance(one, dict):
+                function = one.get("function")
                 named = function if isinstance(function, dict) else {}
-                key = _key(episode, asked.get("id"))
-                calls.append((row, key, call, str(named.get("name")), _is_json(named.get("arguments", ""))))
+                calls[0].append(row)
+                calls[1].append(f"{episode}\0{one.get('id')}")
+                calls[2].append(call)
+                calls[3].append(str(named.get("name")))
+                calls[4].append(_is_json(named.get("arguments", "")))
     return _table(calls, _CALLS), _table(results, _RESULTS)
 
 
@@ -57,30 +87,17 @@ ANSWERS = """
 """SQL for what came back for the calls in `_asked`, which has all calls of its keys."""
 
 
-def _key(episode: str | None, call_id: Any) -> int:
-    """A number for the id of a call within its episode. Two in a million million are alike by accident."""
-    digest = xxh3_64_intdigest(f"{episode}\0{call_id}".encode("utf-8", "surrogatepass"))
-    return digest - (1 << 63)
-
-
-def _table(rows: list[tuple[Any, ...]], schema: dict[str, pa.DataType]) -> pa.Table:
-    columns = list(zip(*rows, strict=True)) or [()] * len(schema)
+def _table(columns: tuple[list[Any], ...], schema: dict[str, pa.DataType]) -> pa.Table:
+    """key: a number for the id of a call within its episode. Two in a million million are alike by accident."""
+    rows, names, *others = columns
+    digests = np.fromiter((xxh3_64_intdigest(name.encode()) for name in names), np.uint64, len(names))
+    keys = (digests ^ np.uint64(1 << 63)).view(np.int64)
     return pa.table(
-        {name: pa.array(values, kind) for (name, kind), values in zip(schema.items(), columns, strict=True)}
+        {
+            name: pa.array(values, kind)
+            for values, (name, kind) in zip((rows, keys, *others), schema.items(), strict=True)
+        }
     )
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _object(text: Any) -> dict[str, Any]:
-    """A JSON object; empty for what is none."""
-    try:
-        found = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _is_json(arguments: Any) -> bool:
@@ -92,22 +109,24 @@ def _is_json(arguments: Any) -> bool:
         return False
 
 
-def is_tool_error(message: dict[str, Any]) -> bool:
+def is_tool_error(content: Any, is_error: Any = None) -> bool:
     """Whether a tool's answer reports an error: by flag, as a JSON object with an error, or as text that says so."""
-    if message.get("is_error"):
+    if is_error:
         return True
-    text = " ".join(_texts(message.get("content"))).strip()
+    text = (content if isinstance(content, str) else " ".join(_texts(content))).strip()
     if text.startswith("{"):
-        said = _object(text)
-        if said:
-            return bool(said.get("error") or said.get("is_error") or said.get("isError"))
+        try:
+            said = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            pass
+        else:
+            if said:
+                return bool(said.get("error") or said.get("is_error") or said.get("isError"))
     return text[:9].lower().startswith(("error", "traceback", "exception"))
 
 
 def _texts(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, list):
+    if isinstance(content, list):
         for part in content:
             if isinstance(part, dict) and isinstance(part.get("text"), str):
                 yield part["text"]

@@ -430,6 +430,11 @@ PLACE_COLUMNS = (
     "path_version_min", "path_version_max", "is_broken", "is_pruned",
 )  # fmt: skip
 
+ABOUT = (
+    "n_interactions", "n_output", "n_pruned", "version_min", "version_max", "reward", "n_taken", "main_id", "main_node",
+)  # fmt: skip
+"""What `episodes` says of an episode's interactions, rewards and batches."""
+
 _FIELD_OF = {"n_prompt": "prompt_length", "n_shared": "shared"}
 _INTERACTION_COLUMNS = ", ".join(
     f'"{_FIELD_OF.get(c.name, c.name)}" as "{c.name}"' for c in metadata.tables["interactions"].columns
@@ -471,14 +476,17 @@ class _Projection:
         self._chunk = chunk
         names = kinds.dictionary.to_pylist()
         codes = kinds.indices.to_numpy()
-        at = {name: np.flatnonzero(codes == code) for code, name in enumerate(names)}
+        mine = {}
+        for code, kind in enumerate(names):
+            rows = fresh if len(names) == 1 else fresh.take(pa.array(np.flatnonzero(codes == code)))
+            mine[kind] = _current(kind, rows)
+            if kind in TOUCHING:
+                self._touched.update(mine[kind]["episode_id"].unique().to_pylist())
         lists = _Lists(chunk)
         for kind, project in (
             ("RunStarted", self._runs),
             ("PolicyPublished", self._policies),
             ("InteractionFailed", self._failures),
-            ("EpisodeOpened", self._opened),
-            ("EpisodeClosed", self._closed),
             ("InteractionRecorded", self._interactions),
             ("RewardGiven", self._rewards),
             ("BatchTaken", self._taken),
@@ -486,25 +494,20 @@ class _Projection:
             ("TokensScored", self._scored),
             ("InteractionsPruned", self._pruned),
         ):
-            rows = at.get(kind)
-            if rows is not None and len(rows):
-                mine = _current(kind, fresh if len(names) == 1 else fresh.take(pa.array(rows)))
-                if kind in TOUCHING:
-                    self._touched.update(mine["episode_id"].unique().to_pylist())
-                project(mine, lists)
-        self._refresh_episodes()
+            if kind in mine:
+                project(mine[kind], lists)
+        self._episodes(mine.get("EpisodeOpened"), mine.get("EpisodeClosed"))
 
     def _fresh(self, table: pa.Table) -> pa.Table:
         """The events that the tables do not have, each once; they are in `events` when this returns.
 
         An event that two writers hold is kept where (writer, position) is smallest, whichever came first.
         """
-        ids = table["event_id"].to_pylist()
         table = table.append_column("row", pa.array(np.arange(table.num_rows)))
-        if len(set(ids)) < len(ids):
+        if len(table["event_id"].unique()) < table.num_rows:
             first: dict[bytes, int] = {}
             places = list(zip(table["writer"].to_pylist(), table["position"].to_pylist(), strict=True))
-            for row, event_id in enumerate(ids):
+            for row, event_id in enumerate(table["event_id"].to_pylist()):
                 if event_id not in first or places[row] < places[first[event_id]]:
                     first[event_id] = row
             table = table.take(pa.array(sorted(first.values())))
@@ -574,43 +577,6 @@ class _Projection:
                 insert into failures by name
                 select run_id, episode_id, error, message, status, dialect, recorded_at as failed_at, event_id
                 from {_FACTS["InteractionFailed"]}
-            """)
-
-    def _opened(self, rows: pa.Table, _: object) -> None:
-        """Of several openings of one episode the first stands."""
-        with self._staged(_rows=rows):
-            self._con.execute(f"""
-                merge into episodes e using (
-                    select * from {_FACTS["EpisodeOpened"]}
-                    qualify row_number() over (partition by episode_id order by recorded_at, event_id) = 1
-                ) n on e.episode_id = n.episode_id
-                when matched and (e.opened_by is null or (n.recorded_at, n.event_id) < (e.opened_at, e.opened_by))
-                  then update set
-                    run_id = n.run_id, task_id = n.task_id, group_id = n.group_id, attempt = n.attempt,
-                    is_eval = n.is_eval, version = n.version, task = n.task, key_sha256 = n.key_sha256,
-                    origin_interaction_id = n.origin_interaction_id, opened_at = n.recorded_at, opened_by = n.event_id
-                when not matched then insert (episode_id, run_id, task_id, group_id, attempt, is_eval, version, task,
-                    key_sha256, origin_interaction_id, opened_at, opened_by, state, n_interactions, n_output, n_pruned,
-                    n_taken)
-                  values (n.episode_id, n.run_id, n.task_id, n.group_id, n.attempt, n.is_eval, n.version, n.task,
-                    n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open', 0, 0, 0, 0)
-            """)
-
-    def _closed(self, rows: pa.Table, _: object) -> None:
-        """Of several ends of one episode the last stands."""
-        with self._staged(_rows=rows):
-            self._con.execute(f"""
-                merge into episodes e using (
-                    select * from {_FACTS["EpisodeClosed"]}
-                    qualify row_number() over (partition by episode_id order by recorded_at desc, event_id desc) = 1
-                ) n on e.episode_id = n.episode_id
-                when matched and (e.closed_by is null or (n.recorded_at, n.event_id) > (e.closed_at, e.closed_by))
-                  then update set
-                    run_id = case when e.opened_by is null then n.run_id else e.run_id end,
-                    state = n.state, reason = n.reason, closed_at = n.recorded_at, closed_by = n.event_id
-                when not matched then insert (episode_id, run_id, state, reason, closed_at, closed_by, n_interactions,
-                    n_output, n_pruned, n_taken)
-                  values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id, 0, 0, 0, 0)
             """)
 
     def _rewards(self, rows: pa.Table, _: object) -> None:
@@ -713,15 +679,15 @@ class _Projection:
 
     def _tools(self, rows: pa.Table, gone: list[str]) -> None:
         """Tool calls and results of interactions that are new, and no more those of the gone: replaced or pruned."""
-        touched: set[int] = set()
+        left: list[int] = []  # keys of what is gone
         if gone:
             with self._staged(_gone=pa.table({"id": gone})):
                 for name in ("tool_calls", "tool_results"):
                     delete = f"delete from {name} where interaction_id in (select id from _gone) returning key"
-                    touched.update(key for (key,) in self._con.execute(delete).fetchall())
+                    left += [key for (key,) in self._con.execute(delete).fetchall()]
         rows = rows.select(["row", "run_id", "episode_id", "interaction_id", "recorded_at"])
         rows = rows.filter(pc.is_in(rows["row"], self._speak_of_tools()))
-        said = zip(range(rows.num_rows), rows["episode_id"].to_pylist(), self._messages(rows["row"]), strict=True)
+        said = zip(rows["episode_id"].to_pylist(), self._messages(rows["row"]), strict=True)
         calls, results = (
             pa.table(
                 {
@@ -731,13 +697,14 @@ class _Projection:
             )
             for found in read_tools(said)
         )
-        touched.update(calls["key"].to_pylist(), results["key"].to_pylist())
-        if not touched:
+        keys = pa.chunked_array([*calls["key"].chunks, *results["key"].chunks, pa.array(left, pa.int64())]).unique()
+        if not len(keys):
             return
         calls = calls.rename_columns({"recorded_at": "called_at"})
         results = results.rename_columns({"recorded_at": "answered_at"})
-        with self._staged(_calls=calls, _results=results, _keys=pa.table({"key": pa.array(list(touched), pa.int64())})):
-            self._con.execute("insert into tool_results by name from _results")
+        with self._staged(_calls=calls, _results=results, _keys=pa.table({"key": keys})):
+            if results.num_rows:
+                self._con.execute("insert into tool_results by name from _results")
             asked = self._con.sql("""
                 select key, interaction_id, call, called_at, true as is_stored, is_error from tool_calls
                 where key in (select key from _keys)
@@ -745,20 +712,22 @@ class _Projection:
             """).to_arrow_table()
             with self._staged(_asked=asked):
                 answered = self._con.sql(f"""
-                    select q.* exclude (is_error), q.is_error as was_error, a.is_error
+                    select q.interaction_id, q.call, q.key, q.is_stored, a.is_error,
+                      q.is_stored and a.is_error is distinct from q.is_error as is_changed
                     from _asked q left join ({ANSWERS}) a using (interaction_id, call)
                 """).to_arrow_table()
             with self._staged(_answered=answered):
-                self._con.execute("""
-                    insert into tool_calls by name
-                    select c.*, a.is_error from _calls c join _answered a using (interaction_id, call)
-                    where not a.is_stored
-                """)
-                changed = "select * from _answered where is_stored and is_error is distinct from was_error"
-                self._con.execute(f"""
-                    update tool_calls t set is_error = a.is_error from ({changed}) a
-                    where t.key = a.key and t.interaction_id = a.interaction_id and t.call = a.call
-                """)
+                if calls.num_rows:
+                    self._con.execute("""
+                        insert into tool_calls by name
+                        select c.*, a.is_error from _calls c join _answered a using (interaction_id, call)
+                        where not a.is_stored
+                    """)
+                if pc.any(answered["is_changed"]).as_py():
+                    self._con.execute("""
+                        update tool_calls t set is_error = a.is_error from _answered a where a.is_changed
+                          and t.key = a.key and t.interaction_id = a.interaction_id and t.call = a.call
+                    """)
 
     def _speak_of_tools(self) -> pa.Array:
         """The rows of the chunk whose messages may have a call or a result."""
@@ -768,14 +737,19 @@ class _Projection:
             found = self._con.sql(f"select n from _said where contains(messages, '{MARK}')").to_arrow_table()
         return found["n"].combine_chunks()
 
-    def _messages(self, rows: pa.ChunkedArray) -> Iterator[pa.Buffer]:
+    def _messages(self, rows: pa.ChunkedArray) -> Iterator[memoryview]:
         """Of these rows of the chunk, without a copy."""
-        begins = np.cumsum([0, *(batch.num_rows for batch in self._chunk)])
+        if not len(rows):
+            return
         columns = [batch.column("messages") for batch in self._chunk]
+        buffers = [column.buffers() for column in columns]
+        ends = [np.frombuffer(b[1], np.int32)[c.offset :][: len(c) + 1] for b, c in zip(buffers, columns, strict=True)]
+        texts = [memoryview(b[2] or b"") for b in buffers]
         at = rows.to_numpy()
-        of = np.searchsorted(begins, at, side="right") - 1
-        for column, row in zip(of.tolist(), (at - begins[of]).tolist(), strict=True):
-            yield columns[column][row].as_buffer()
+        of = np.searchsorted(np.cumsum([len(column) for column in columns]), at, side="right").tolist()
+        begins, stops = (np.concatenate(side)[at].tolist() for side in ([e[:-1] for e in ends], [e[1:] for e in ends]))
+        for column, begin, stop in zip(of, begins, stops, strict=True):
+            yield texts[column][begin:stop]
 
     def _first_of_each(self, rows: pa.Table) -> pa.Table:
         """Of several events of one interaction the first recorded stands: its children were built on it."""
@@ -960,62 +934,109 @@ class _Projection:
         taken: npt.NDArray[np.bool_] = pc.is_in(ids, found["interaction_id"].combine_chunks()).to_numpy()
         return taken
 
-    def _refresh_episodes(self) -> None:
-        """Compute again what `episodes` says of the episodes that this transaction touched."""
+    def _episodes(self, opened: pa.Table | None, closed: pa.Table | None) -> None:
+        """Rows of episodes that were opened or ended, and for all that this transaction touched what is computed of
+        their interactions and rewards.
+
+        That comes first: to change a row that the same transaction made costs DuckDB ten times as much as to make it.
+        """
         if not self._touched:
             return
         with self._staged(_touched=pa.table({"episode_id": pa.array(list(self._touched), pa.string())})):
-            self._con.execute("""
-                update episodes e set n_interactions = f.n_interactions, n_output = f.n_output,
-                    n_pruned = f.n_pruned, version_min = f.version_min, version_max = f.version_max,
-                    reward = f.reward, n_taken = f.n_taken, main_id = f.main_id, main_node = f.main_node
-                from (
-                    with d as (select episode_id from _touched),
-                    i as (
-                        select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
-                          version_max, is_trainable and not (is_retried and is_leaf) and not is_broken as is_trained,
-                          is_trained and capture = 'complete' as is_whole, is_pruned, origin_id
-                        from interactions where episode_id in (select episode_id from d)
-                    ),
-                    n as (
-                        select episode_id, count(*) as n_interactions,
-                          coalesce(sum(n_output) filter (is_whole), 0) as n_output,
-                          coalesce(sum(n_output) filter (is_whole and is_pruned), 0) as n_pruned,
-                          min(version_min) filter (is_whole) as version_min,
-                          max(version_max) filter (is_whole) as version_max
-                        from i group by episode_id
-                    ),
-                    r as (
-                        select episode_id, interaction_id,
-                          arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
-                        from rewards where name = 'reward' and episode_id in (select episode_id from d)
-                        group by episode_id, interaction_id, "start", "end"
-                    ),
-                    s as (
-                        select episode_id,
-                          coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
-                        from r group by episode_id
-                    ),
-                    trees as (
-                        select episode_id, top_id, count(*) = 1 as is_single,
-                          min({'at': recorded_at, 'id': event_id}) as first,
-                          arg_max({'id': interaction_id, 'node': node}, {'at': recorded_at, 'id': event_id}) as last
-                        from i where is_trained or origin_id is not null group by episode_id, top_id
-                    ),
-                    m as (
-                        select episode_id, arg_min(last, {'is_single': is_single, 'first': first}) as last
-                        from trees group by episode_id
-                    ),
-                    b as (
-                        select episode_id, count(*) as n_taken
-                        from i join batch_rows using (interaction_id) group by episode_id
-                    )
-                    select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
-                      coalesce(n_pruned, 0) as n_pruned, version_min, version_max, reward,
-                      coalesce(n_taken, 0) as n_taken, m.last.id as main_id, m.last.node as main_node
-                    from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
-                    left join m using (episode_id)
-                ) f where e.episode_id = f.episode_id
+            about = self._con.sql("""
+                with d as (select episode_id from _touched),
+                i as (
+                    select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
+                      version_max, is_trainable and not (is_retried and is_leaf) and not is_broken as is_trained,
+                      is_trained and capture = 'complete' as is_whole, is_pruned, origin_id
+                    from interactions where episode_id in (select episode_id from d)
+                ),
+                n as (
+                    select episode_id, count(*) as n_interactions,
+                      coalesce(sum(n_output) filter (is_whole), 0)::bigint as n_output,
+                      coalesce(sum(n_output) filter (is_whole and is_pruned), 0)::bigint as n_pruned,
+                      min(version_min) filter (is_whole) as version_min,
+                      max(version_max) filter (is_whole) as version_max
+                    from i group by episode_id
+                ),
+                r as (
+                    select episode_id, interaction_id,
+                      arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
+                    from rewards where name = 'reward' and episode_id in (select episode_id from d)
+                    group by episode_id, interaction_id, "start", "end"
+                ),
+                s as (
+                    select episode_id,
+                      coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
+                    from r group by episode_id
+                ),
+                trees as (
+                    select episode_id, top_id, count(*) = 1 as is_single,
+                      min({'at': recorded_at, 'id': event_id}) as first,
+                      arg_max({'id': interaction_id, 'node': node}, {'at': recorded_at, 'id': event_id}) as last
+                    from i where is_trained or origin_id is not null group by episode_id, top_id
+                ),
+                m as (
+                    select episode_id, arg_min(last, {'is_single': is_single, 'first': first}) as last
+                    from trees group by episode_id
+                ),
+                b as (
+                    select episode_id, count(*) as n_taken
+                    from i join batch_rows using (interaction_id) group by episode_id
+                )
+                select episode_id, coalesce(n_interactions, 0) as n_interactions, coalesce(n_output, 0) as n_output,
+                  coalesce(n_pruned, 0) as n_pruned, version_min, version_max, reward,
+                  coalesce(n_taken, 0) as n_taken, m.last.id as main_id, m.last.node as main_node
+                from d left join n using (episode_id) left join s using (episode_id) left join b using (episode_id)
+                left join m using (episode_id)
+            """).to_arrow_table()
+        with self._staged(_about=about):
+            if opened is not None:
+                self._opened(opened)
+            if closed is not None:
+                self._closed(closed)
+            self._con.execute(f"""
+                update episodes e set {", ".join(f"{name} = a.{name}" for name in ABOUT)} from _about a
+                where e.episode_id = a.episode_id and ({" or ".join(f"e.{n} is distinct from a.{n}" for n in ABOUT)})
+            """)
+
+    def _opened(self, rows: pa.Table) -> None:
+        """Of several openings of one episode the first stands."""
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
+                merge into episodes e using (
+                    select * from {_FACTS["EpisodeOpened"]} join _about using (episode_id)
+                    qualify row_number() over (partition by episode_id order by recorded_at, event_id) = 1
+                ) n on e.episode_id = n.episode_id
+                when matched and (e.opened_by is null or (n.recorded_at, n.event_id) < (e.opened_at, e.opened_by))
+                  then update set
+                    run_id = n.run_id, task_id = n.task_id, group_id = n.group_id, attempt = n.attempt,
+                    is_eval = n.is_eval, version = n.version, task = n.task, key_sha256 = n.key_sha256,
+                    origin_interaction_id = n.origin_interaction_id, opened_at = n.recorded_at, opened_by = n.event_id
+                when not matched then insert (episode_id, run_id, task_id, group_id, attempt, is_eval, version, task,
+                    key_sha256, origin_interaction_id, opened_at, opened_by, state,
+                    {", ".join(ABOUT)})
+                  values (n.episode_id, n.run_id, n.task_id, n.group_id, n.attempt, n.is_eval, n.version, n.task,
+                    n.key_sha256, n.origin_interaction_id, n.recorded_at, n.event_id, 'open',
+                    {", ".join(f"n.{name}" for name in ABOUT)})
+            """)
+
+    def _closed(self, rows: pa.Table) -> None:
+        """Of several ends of one episode the last stands."""
+        with self._staged(_rows=rows):
+            self._con.execute(f"""
+                merge into episodes e using (
+                    select * from {_FACTS["EpisodeClosed"]} join _about using (episode_id)
+                    qualify row_number() over (partition by episode_id order by recorded_at desc, event_id desc) = 1
+                ) n on e.episode_id = n.episode_id
+                when matched and (e.closed_by is null or (n.recorded_at, n.event_id) > (e.closed_at, e.closed_by))
+                  then update set
+                    run_id = case when e.opened_by is null then n.run_id else e.run_id end,
+                    state = n.state, reason = n.reason, closed_at = n.recorded_at, closed_by = n.event_id
+                when not matched then insert (episode_id, run_id, state, reason, closed_at, closed_by,
+                    {", ".join(ABOUT)})
+                  values (n.episode_id, n.run_id, n.state, n.reason, n.recorded_at, n.event_id,
+                    {", ".join(f"n.{name}" for name in ABOUT)})
             """)
 
 
