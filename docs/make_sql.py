@@ -40,7 +40,8 @@ Credit is computed when asked for, one row per interaction:
 | none | its own reward |
 
 `reward` is a name, or an expression over the columns of `episodes` and the names of rewards, such as
-`accuracy - 0.01 * n_interactions`. `book.rereward(expression, name="v2")` gives stored episodes that reward.
+`accuracy - 0.01 * n_interactions`. `book.rereward(expression, name="v2")` gives stored episodes that reward. Where an
+expression gives NULL, NaN or an infinity there is no reward; `rereward` records the latter two as failures.
 """
 
 

@@ -184,6 +184,22 @@ def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays
         book.rereward("(select 1)", name="x")
 
 
+@pytest.mark.parametrize("odd", ["'nan'::double", "1 / 0"])
+def test_an_expression_that_gives_no_number_gives_no_reward_and_spoils_no_group(book: Book, odd: str) -> None:
+    def rows(where_not: str) -> list[dict[str, Any]]:
+        expression = f"case when episode_id <> 'a1' then reward else {where_not} end"
+        found = book.select(Selection(reward=expression, needs_reward=True, rows="episodes", credit=Credit()))
+        return found.to_pylist()
+
+    assert rows(odd) == rows("null") != []
+    assert "a1" not in [row["episode_id"] for row in rows(odd)]
+    odd_credits, no_credits = (
+        book.credits(scheme=scheme, reward=f"case when episode_id = 'a1' then {value} else 1 end").to_pylist()
+        for scheme, value in (("tree", odd), ("tree", "null"))
+    )
+    assert odd_credits == no_credits
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .canned import find_canned
-from .credit import Fork, Scheme, credit_query, episode_rewards_query
+from .credit import Fork, Scheme, computed_rewards_query, credit_query
 from .directory import open_log
 from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
@@ -145,7 +145,7 @@ class Book:
         tables = {} if selection is None else {"_chosen": self.sql(episodes_query(selection))}
         try:
             found = self.sql(
-                f"select e.run_id, e.episode_id, r.value from ({episode_rewards_query(expression, only)}) r "
+                f"select e.run_id, e.episode_id, r.value from ({computed_rewards_query(expression, only)}) r "
                 "join episodes e using (episode_id) where r.value is not null order by e.episode_id",
                 **tables,
             )

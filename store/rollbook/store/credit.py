@@ -67,7 +67,18 @@ def _standing(names: Sequence[str], episodes: str | None) -> str:
 
 
 def episode_rewards_query(reward: str | None, episodes: str | None = None) -> str:
-    """SQL for the reward of each episode: (episode_id, value). Episodes without one may be missing or NULL."""
+    """SQL for the reward of each episode: (episode_id, value). Episodes without one may be missing or NULL.
+
+    An expression that gives no finite number gives none: one such value would be its whole group's mean.
+    """
+    query = computed_rewards_query(reward, episodes)
+    if reward is None or is_reward_name(reward):
+        return query
+    return f"select episode_id, case when isfinite(value) then value end as value from ({query})"
+
+
+def computed_rewards_query(reward: str | None, episodes: str | None = None) -> str:
+    """The same with whatever an expression gives, infinities and NaN included."""
     only = "" if episodes is None else f" where episode_id in ({episodes})"
     if reward is None or reward == "reward":
         return f"select episode_id, reward as value from episodes{only}"
