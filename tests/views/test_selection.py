@@ -184,6 +184,21 @@ def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays
         book.rereward("(select 1)", name="x")
 
 
+@pytest.mark.parametrize("wrong", ["nonsense(reward)", "1 // (n_interactions - n_interactions)", "state::double"])
+def test_an_expression_that_cannot_be_computed_is_a_bad_selection(book: Book, wrong: str) -> None:
+    for ask in (
+        lambda: book.select(Selection(reward=wrong)),
+        lambda: book.select(Selection(where=f"{wrong} > 0")),
+        lambda: book.discards(Selection(where=f"{wrong} > 0")),
+        lambda: book.credits(reward=wrong),
+        lambda: book.credits(reward=wrong, episode_ids=["a1"]),
+        lambda: book.rereward(wrong, name="x"),
+        lambda: book.rereward("1", name="x", selection=Selection(where=f"{wrong} > 0")),
+    ):
+        with pytest.raises(BadSelection, match=r"cannot be computed: .*Error: [^\n]*$"):
+            ask()
+
+
 @pytest.mark.parametrize("odd", ["'nan'::double", "1 / 0"])
 def test_an_expression_that_gives_no_number_gives_no_reward_and_spoils_no_group(book: Book, odd: str) -> None:
     def rows(where_not: str) -> list[dict[str, Any]]:

@@ -91,13 +91,22 @@ class Book:
                     raise damage from error
                 raise
 
+    def _compute(self, query: str, **tables: pa.Table) -> pa.Table:
+        """`sql` of a query that has somebody's expressions in it. Raises BadSelection for one that cannot be computed:
+        a function that is not there, a row whose value it cannot take."""
+        try:
+            return self.sql(query, **tables)
+        except (duckdb.ProgrammingError, duckdb.DataError) as error:
+            said = " ".join(str(error).partition("\n\nLINE")[0].split())
+            raise BadSelection(f"a reward or a condition cannot be computed: {said}") from error
+
     def select(self, selection: Selection) -> pa.Table:
         """The rows of a selection, groups together; columns in `selection.select_query`. Raises BadSelection."""
-        return self.sql(select_query(selection))
+        return self._compute(select_query(selection))
 
     def discards(self, selection: Selection) -> pa.Table:
         """(episode_id, group_id, task_id, reason) of the episodes in its scope that a selection leaves out."""
-        return self.sql(discards_query(selection))
+        return self._compute(discards_query(selection))
 
     def credits(
         self,
@@ -115,11 +124,11 @@ class Book:
         whether credit crosses compaction. Raises BadSelection.
         """
         if episode_ids is None:
-            return self.sql(credit_query(scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts))
+            return self._compute(credit_query(scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts))
         query = credit_query(
             scheme=scheme, gamma=gamma, fork=fork, reward=reward, compacts=compacts, episodes="select id from _wanted"
         )
-        return self.sql(query, _wanted=pa.table({"id": pa.array(list(episode_ids), pa.string())}))
+        return self._compute(query, _wanted=pa.table({"id": pa.array(list(episode_ids), pa.string())}))
 
     def rereward(
         self,
@@ -142,15 +151,12 @@ class Book:
         if selection is not None and episodes is not None:
             raise BadSelection("expected a selection or a query for the episodes, got both; put one into the other")
         only = episodes if selection is None else "select episode_id from _chosen"
-        tables = {} if selection is None else {"_chosen": self.sql(episodes_query(selection))}
-        try:
-            found = self.sql(
-                f"select e.run_id, e.episode_id, r.value from ({computed_rewards_query(expression, only)}) r "
-                "join episodes e using (episode_id) where r.value is not null order by e.episode_id",
-                **tables,
-            )
-        except duckdb.Error as error:  # what cannot be computed of some row, or a function that is not there
-            raise BadSelection(f"the reward {expression!r} cannot be computed: {str(error).strip()}") from error
+        tables = {} if selection is None else {"_chosen": self._compute(episodes_query(selection))}
+        found = self._compute(
+            f"select e.run_id, e.episode_id, r.value from ({computed_rewards_query(expression, only)}) r "
+            "join episodes e using (episode_id) where r.value is not null order by e.episode_id",
+            **tables,
+        )
         is_number = pc.is_finite(found["value"])
         given, failed = found.filter(is_number), found.filter(pc.invert(is_number))
         fact = RewardGiven(value=0.0, name=name, source=source, details={"expression": expression, **(details or {})})
