@@ -334,6 +334,14 @@ def test_stored_scores_that_are_missing_are_refused_before_the_batch_is_taken(tm
     assert n_taken(book) == 0
 
 
+@pytest.mark.parametrize("wrong", ["nonsense(reward)", "1 // (n_interactions - n_interactions)"])
+def test_a_reward_that_cannot_be_computed_ends_a_run_with_a_clear_error(tmp_path: Path, model: str, wrong: str) -> None:
+    config = echo_config(tmp_path, model, credit__reward=wrong)
+    with pytest.raises(BadSetting, match=r"^credit.reward '.*' cannot be computed: .*docs/sql.md"):
+        run(config, EchoRollouts())
+    assert n_taken(config.book_path) == 0
+
+
 def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, model: str) -> None:
     with pytest.raises(BadSetting, match=r"selection.where 'colour = 1'.*\"colour\" not found.*docs/sql.md"):
         off_policy(tmp_path, model, record(tmp_path / "book", {}), selection__where="colour = 1")

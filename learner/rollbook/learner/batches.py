@@ -73,7 +73,8 @@ def finished_groups(
     without: episodes that do not count. Nor do those that were lost or abandoned, which are drawn again; a second
     attempt stands for a failed one.
     """
-    table = book.sql(
+    table = _judged(
+        book,
         f"""
         with judged as ({episode_rewards_query(reward)})
         select group_id, any_value(task_id) as task_id, any_value(task) as task, max(closed_at) as finished_at,
@@ -90,6 +91,7 @@ def finished_groups(
         order by finished_at, group_id
         """,
         {"run": run_id, "n": n_samples, "without": list(without)},
+        reward=reward,
     )
     return [_group(row) for row in table.to_pylist() if row["group_id"] not in known]
 
@@ -146,14 +148,8 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
           and not coalesce(is_eval, false) and state in ('done', 'failed')
         group by run_id, coalesce(group_id, episode_id)
         """
-    try:
-        table = book.sql(query, {"run": run_id, "runs": selection.runs or []})
-    except duckdb.Error as error:
-        said = " ".join(str(error).partition("\n\nLINE")[0].split())
-        raise BadSetting(
-            f"selection.where {selection.where!r} or credit.reward {reward!r} cannot be computed: {said} (docs/sql.md "
-            "lists the columns of `episodes`)"
-        ) from error
+    params = {"run": run_id, "runs": selection.runs or []}
+    table = _judged(book, query, params, reward=reward, where=selection.where)
     groups = [_group(row) for row in table.to_pylist()]
     if not groups:
         raise NothingToTrain(
@@ -162,6 +158,21 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
             "shows what is there"
         )
     return sorted(groups, key=lambda group: natural(group.group_id))
+
+
+def _judged(book: Book, query: str, params: dict[str, Any], *, reward: str | None, where: str | None = None) -> Any:
+    """What a query over rewards finds. Raises BadSetting where the expressions of the settings cannot be computed."""
+    try:
+        return book.sql(query, params)
+    except (duckdb.ProgrammingError, duckdb.DataError) as error:
+        given = {"selection.where": where, "credit.reward": reward}
+        names = [f"{name} {text!r}" for name, text in given.items() if text is not None]
+        if not names:
+            raise
+        said = " ".join(str(error).partition("\n\nLINE")[0].split())
+        raise BadSetting(
+            f"{' or '.join(names)} cannot be computed: {said} (docs/sql.md lists the columns of `episodes`)"
+        ) from error
 
 
 def _group(row: dict[str, Any]) -> Group:
