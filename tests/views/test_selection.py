@@ -184,7 +184,7 @@ def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays
         book.rereward("(select 1)", name="x")
 
 
-@pytest.mark.parametrize("wrong", ["nonsense(reward)", "1 // (n_interactions - n_interactions)", "state::double"])
+@pytest.mark.parametrize("wrong", ["nonsense(reward)", "sqrt(-n_interactions - 1)", "state::double"])
 def test_an_expression_that_cannot_be_computed_is_a_bad_selection(book: Book, wrong: str) -> None:
     for ask in (
         lambda: book.select(Selection(reward=wrong)),
@@ -296,7 +296,7 @@ def test_a_trajectory_whose_end_cannot_be_rebuilt_is_offered_as_far_as_it_can() 
     assert sorted(ids) == ["b", "c good", "d", "sound.1"]
     tokens = book.load(ids, form="trajectory")
     assert dict(zip(ids, found["n_tokens"].to_pylist(), strict=True)) == {"b": 14, "c good": 14, "d": 7, "sound.1": 7}
-    assert tokens.n_tokens == found["n_tokens"].to_pandas().sum()
+    assert tokens.n_tokens == sum(found["n_tokens"].to_pylist())
     assert sum(found["weight"].to_pylist()) == pytest.approx(2)
 
 
