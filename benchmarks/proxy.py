@@ -14,7 +14,8 @@ be the ones that the engine sent, one by one, the prompt the one that the engine
 Families:
     P1   whole replies, 16 connections (--connections), durable before the reply, with our rendering and tokenisation
     P1b  1 connection: added latency over the engine asked directly
-    P1c  stalls, p99 and CPU while the book grows to --grow completions (100,000); and P3, memory and bytes on disk
+    P1c  stalls, p99 and CPU while the book grows to --grow completions (100,000), means of its first and last 20,000,
+         beside nginx's of the same minutes; and P3, memory and bytes on disk
     P2   streams of 300 tokens, an event each, all there at once; P2paced: 2 ms apart; P2first: when the first is there
     P4   8 sessions of 200 turns: CPU and memory of a turn
     P5   50 to 2,000 sub-agents of one session, interleaved: CPU of a call
@@ -485,6 +486,17 @@ def cpu_seconds(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_behind(pid: int) -> float:
+    """User and system time so far of a process's threads that put themselves behind the rest: the sealer."""
+    ticks = 0
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[16]) > 0:  # nice
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def pss_mb(pid: int) -> float:
     """Memory of a process and its children, shared pages by share."""
     lines = [line for at in tree_of(pid) for line in Path(f"/proc/{at}/smaps_rollup").read_text().splitlines()]
@@ -560,15 +572,16 @@ class Subject:
 
 
 class Nginx(Subject):
-    """A plain reverse proxy of the same traffic."""
+    """A plain reverse proxy of the same traffic. is_streamed: what comes goes on at once."""
 
     has_sessions = False
 
-    def __init__(self, engine: str, folder: Path) -> None:
+    def __init__(self, engine: str, folder: Path, *, is_streamed: bool = False) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         folder.mkdir()
+        buffers = "proxy_buffering off;" if is_streamed else "proxy_buffers 16 16k; proxy_buffer_size 16k;"
         (folder / "nginx.conf").write_text(
             f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
@@ -579,7 +592,7 @@ http {{
   server {{
     listen 127.0.0.1:{port};
     location / {{ proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection "";
-      proxy_buffers 16 16k; proxy_buffer_size 16k; }}
+      {buffers} }}
   }}
 }}"""
         )
@@ -779,17 +792,27 @@ class Bench:
             Subject.helpers = [engine.pid]
             ours, book = self.rollbook(engine)
             stack.enter_context(ours)
+            plain: Subject = engine  # beside which the engine is asked: nginx, if it is there
+            if shutil.which("nginx"):
+                plain = stack.enter_context(Nginx(engine.url, self.folder / "nginx-first", is_streamed=True))
             ours.load(1, seconds=1.0, is_stream=True)
             replies: list[tuple[str, str, str]] = []
-            added: list[float] = []
+            added: dict[str, list[float]] = {"rollbook": [], "nginx": []}
             for seed in range(self.given.rounds):
                 burst, _ = ours.load(1, seconds=self.given.seconds, is_stream=True, seed=seed + 1)
                 replies.extend(burst.replies)
-                direct = uvloop.run(generate_directly(engine.url, n_prompt=1000, n=max(3, burst.n)))
-                added.append(1e3 * (statistics.median(burst.first) - statistics.median(direct)))
+                with undisturbed(plain.pid, [os.getpid(), engine.pid]):
+                    direct, through = (
+                        statistics.median(uvloop.run(generate_directly(url, n_prompt=1000, n=max(3, burst.n))))
+                        for url in (engine.url, plain.url)
+                    )
+                added["rollbook"].append(1e3 * (statistics.median(burst.first) - direct))
+                added["nginx"].append(1e3 * (through - direct))
             stack.close()
             check(book, self.answers, engine.url, replies)
-            row("rollbook c=1, first token", f"added p50 {statistics.median(added):.3f} ms")
+            for name, found in added.items():
+                if name != "nginx" or plain is not engine:
+                    row(f"{name} c=1, first token", f"added p50 {statistics.median(found):.3f} ms")
 
     def growth(self) -> None:
         """P1c and P3: the book grows to --grow completions."""
@@ -798,15 +821,25 @@ class Bench:
             Subject.helpers = [engine.pid]
             ours, book = self.rollbook(engine)
             stack.enter_context(ours)
+            nginx = None
+            if shutil.which("nginx"):
+                nginx = stack.enter_context(Nginx(engine.url, self.folder / "nginx-growth"))
             replies: list[tuple[str, str, str]] = []
             costs, memory, stalls, n = [], pss_mb(ours.pid), [], 0
+            sealing: list[float] = []
+            anchors: list[float] = []  # nginx's, beside each burst
             while n < given.grow:
+                if nginx is not None:
+                    burst, cpu = nginx.load(given.connections, calls=1500, is_real_time=False)
+                    anchors.append(us(cpu, burst))
+                behind = cpu_behind(ours.pid)
                 calls = min(given.grow - n, 5000)
                 burst, cpu = ours.load(given.connections, calls=calls, seed=n + 1, is_real_time=False)
                 n += burst.n
                 ended = sorted(burst.ended)
                 stalls.append(1e3 * max(b - a for a, b in zip(ended, ended[1:], strict=False)))  # noqa: RUF007
                 costs.append(us(cpu, burst))
+                sealing.append(us(cpu_behind(ours.pid) - behind, burst))
                 replies += burst.replies[::10]
                 if len(costs) == 1:
                     memory = pss_mb(ours.pid)
@@ -814,9 +847,13 @@ class Bench:
             stack.close()
             size = sum(f.stat().st_size for f in book.rglob("*") if f.is_file())
             check(book, self.answers, engine.url, replies)
+            first, last, sealed = map(statistics.fmean, (costs[:4], costs[-4:], sealing[-4:]))  # bursts differ by 10 %
+            beside = [statistics.fmean(some) for some in (anchors[:4], anchors[-4:]) if some]
+            ratios = [f"x nginx {cost / anchor:.1f}" for cost, anchor in zip((first, last), beside, strict=False)]
             row(
                 f"rollbook c={given.connections}, {n:,} kept",
-                f"us {costs[0]:.0f} at first, {costs[-1]:.0f} at last",
+                f"us {first:.0f} at first, {last:.0f} at last, {sealed:.0f} of it sealing",
+                *ratios,
                 f"longest stall {max(stalls):.1f} ms (in the last {burst.n:,}: {stalls[-1]:.1f})",
                 f"p99/p50 {burst.at(0.99) / burst.at(0.5):.2f}",
                 f"MB/10k {1e4 * grown / max(1, n - 5000):.1f}",
