@@ -184,7 +184,7 @@ def test_episodes_are_rewarded_again_by_an_expression_and_the_first_reward_stays
         book.rereward("(select 1)", name="x")
 
 
-@pytest.mark.parametrize("wrong", ["nonsense(reward)", "sqrt(-n_interactions - 1)", "state::double"])
+@pytest.mark.parametrize("wrong", ["nonsense(reward)", "factorial(-n_interactions - 1)", "state::double"])
 def test_an_expression_that_cannot_be_computed_is_a_bad_selection(book: Book, wrong: str) -> None:
     for ask in (
         lambda: book.select(Selection(reward=wrong)),
