@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from app.launcher_contract import PROGRAM, LauncherContract, command, is_alive, pids, until
 from cluster.slurm_node import slurm_of_one_node
@@ -95,10 +97,22 @@ class TestSlurm(LauncherContract):
         until(lambda: not slurm("squeue", "--me", "--noheader", "--states=running").strip())
 
 
+def test_more_than_this_machine_has_room_for_is_an_error_at_once(tmp_path: Path) -> None:
+    n = len(os.sched_getaffinity(0)) + 1
+    with RayLauncher() as launcher, pytest.raises(LaunchFailed, match=f"room for {n - 1} programs .* {n} were asked"):
+        launcher.start(command("serves"), log_path=tmp_path / "log", n=n)
+
+
+N_CPUS = 8
+
+
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    with RayLauncher():  # the first holds the cluster that the others use
-        yield
+    """The cluster that the launchers use."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", num_cpus=N_CPUS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
@@ -118,11 +132,25 @@ class TestRay(LauncherContract):
         with pytest.raises(LaunchFailed, match="no node of the Ray cluster has"):
             launcher.start(command("serves"), log_path=tmp_path / "log", resources=Resources(cpus=4096))
 
+    def test_programs_that_wait_for_room_say_so_and_begin_when_there_is_some(
+        self, launcher: Supervisor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        others = placement_group([{"CPU": N_CPUS}])
+        ray.get(others.ready())
+
+        def make_room_when_told() -> None:
+            until(lambda: "waits in Ray's queue for 1 x {'CPU': 1}" in caplog.text)
+            remove_placement_group(others)
+
+        making = threading.Thread(target=make_room_when_told)
+        making.start()
+        [program] = launcher.start(command("serves"), log_path=tmp_path / "log")
+        making.join()
+        assert program.is_up
+
     def test_a_running_cluster_is_used_by_its_address_and_nothing_outlives_a_killed_driver(
         self, tmp_path: Path
     ) -> None:
-        import ray
-
         address = ray.get_runtime_context().gcs_address
         importing = "from rollbook.app.launch_ray import RayLauncher as Launcher"
         killed_parent(importing, f"address={address!r}", tmp_path)

@@ -32,6 +32,9 @@ ADMIN_KEY = "ROLLBOOK_ADMIN_KEY"
 LOST_S = 30.0
 """A program whose keeper gave no sign for so long is taken for lost, with its host."""
 
+PATIENT_S = 15.0
+"""For which a program may wait in a scheduler's queue before it is said why."""
+
 END_S = GRACE_S + 5.0
 """How long a program has to end before its scheduler ends it by force."""
 

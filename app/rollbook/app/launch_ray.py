@@ -4,9 +4,11 @@ An actor holds its keeper by standard input, as `launch_local.py` does: Ray ends
 and with an actor goes what it holds. Programs share URLs and files with the rest of the run, no objects of Ray's.
 """
 
+import logging
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,8 +18,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from .launch import LOST_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket, let_go
+from .launch import LOST_S, PATIENT_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket, let_go
 from .local import LocalRollouts
+
+_log = logging.getLogger(__name__)
 
 
 class _Holder:
@@ -44,8 +48,12 @@ class _Holder:
 class _Actor:
     """One actor in its place of a placement group."""
 
-    def __init__(self, actor: Any, place: "_Place") -> None:
+    def __init__(self, actor: Any, place: "_Place", name: str) -> None:
         self._actor = actor
+        self._name = name
+        self._submitted = time.monotonic()
+        self._has_answered = False
+        self._has_told = False
         self._place = place
         self._asked: Any = None
         self._is_ended = False
@@ -56,13 +64,26 @@ class _Actor:
             self._asked = self._actor.status.remote()
         done, _ = ray.wait([self._asked], timeout=0)
         if not done:
+            self._tell_of_waiting()
             return None
+        self._has_answered = True
         asked, self._asked = self._asked, None
         try:
             status = ray.get(asked)
         except RayError as error:
             return f"ended: Ray says {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return None if status is None else f"ended: its keeper ended with status {status}"
+
+    def _tell_of_waiting(self) -> None:
+        if self._has_answered or self._has_told or time.monotonic() - self._submitted < PATIENT_S:
+            return
+        self._has_told = True
+        _log.warning(
+            "%s waits in Ray's queue for %s; it begins when there is room for all that were asked for together, and "
+            "never where the cluster has less: see scheduler.cpus, gpus and memory_gb, and `ray status`",
+            self._name,
+            self._place.asked,
+        )
 
     def end(self, wait_s: float) -> None:
         if self._is_ended:
@@ -80,6 +101,7 @@ class _Place:
 
     def __init__(self, bundles: list[dict[str, float]]) -> None:
         self.group = placement_group(bundles, strategy="SPREAD")
+        self.asked = f"{len(bundles)} x {bundles[0]}"
         self._left = len(bundles)
 
     def leave(self) -> None:
@@ -108,6 +130,7 @@ class RayLauncher(Supervisor):
         super().__init__(max_restarts=max_restarts, lost_s=lost_s)
         self._python = python
         self._is_ours = not ray.is_initialized()
+        self._is_alone = self._is_ours and address is None
         if self._is_ours:
             if address is None:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of ours tells nobody of itself
@@ -134,7 +157,7 @@ class RayLauncher(Supervisor):
             bundle["GPU"] = needs.gpus
         if needs.memory_gb is not None:
             bundle["memory"] = needs.memory_gb * 2**30
-        self._refuse_what_never_fits(bundle)
+        self._refuse_what_never_fits(bundle, len(jobs))
         place = _Place([bundle] * len(jobs))
         tickets = []
         for i, job in enumerate(jobs):
@@ -147,14 +170,21 @@ class RayLauncher(Supervisor):
                 scheduling_strategy=strategy,
             )(_Holder)
             env = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), **job.env}
-            tickets.append(_Actor(make.remote(job.kept("--stdin", python=self._python), env, os.getcwd()), place))
+            actor = make.remote(job.kept("--stdin", python=self._python), env, os.getcwd())
+            tickets.append(_Actor(actor, place, job.log_path.stem))
         return tickets
 
-    def _refuse_what_never_fits(self, bundle: Mapping[str, float]) -> None:
-        """Ray would let it wait for ever."""
+    def _refuse_what_never_fits(self, bundle: Mapping[str, float], n: int) -> None:
+        """Ray would let it wait for ever. Of a cluster that is not ours the number may grow."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if not any(all(node.get(name, 0) >= n for name, n in bundle.items()) for node in nodes):
+        room = sum(min(int(node.get(name, 0) // needed) for name, needed in bundle.items()) for node in nodes)
+        if not room:
             raise LaunchFailed(f"no node of the Ray cluster has {dict(bundle)}; its nodes have {nodes}")
+        if room < n and self._is_alone:
+            raise LaunchFailed(
+                f"this machine has room for {room} programs of {dict(bundle)} at once, and {n} were asked for: lower "
+                "scheduler.cpus or gpus, or give scheduler.address of a larger Ray cluster"
+            )
 
     def close(self) -> None:
         super().close()

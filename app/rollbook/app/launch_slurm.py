@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .keeper import write
-from .launch import LOST_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket
+from .launch import LOST_S, PATIENT_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket
 from .local import LocalRollouts
 
 _ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESV_DEL_HOLD"}
@@ -26,9 +26,6 @@ _LOOK_S = 2.0
 
 LEASE_S = 120.0
 """How long programs go on without a sign of whoever launched them."""
-
-_PATIENT_S = 15.0
-"""For which a job may wait in the queue before it is said why."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +88,7 @@ class _Task:
             state, reason = self._queue.state(self._name, since=self._submitted)
         except LaunchFailed:
             return None  # the controller is away; the keeper's beat says whether the program lives
-        if state == "PENDING" and not self._has_told and time.monotonic() - self._submitted > _PATIENT_S:
+        if state == "PENDING" and not self._has_told and time.monotonic() - self._submitted > PATIENT_S:
             self._has_told = True
             _log.warning(
                 "job %s waits in Slurm's queue (%s); it begins when there is room, and never where no node has what "
