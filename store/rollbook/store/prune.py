@@ -52,9 +52,7 @@ class PrunePlan:
     n_events: int  # whose payload would go
     payload_bytes: int  # of it, before compression; files shrink by less
     n_begun: int = 0  # of these events, those that an earlier prune was to remove, and did not
-    n_unknown: int = (
-        0  # interactions that a version without `InteractionsPruned` pruned: the tables would learn of them
-    )
+    n_unknown: int = 0  # interactions of which no event says yet that an earlier version pruned them
 
 
 def plan_prune(
