@@ -51,9 +51,7 @@ class _Actor:
     def __init__(self, actor: Any, place: "_Place", name: str) -> None:
         self._actor = actor
         self._name = name
-        self._submitted = time.monotonic()
-        self._has_answered = False
-        self._has_told = False
+        self._tell_at: float | None = time.monotonic() + PATIENT_S  # None: it has begun, or its waiting was told
         self._place = place
         self._asked: Any = None
         self._is_ended = False
@@ -66,7 +64,7 @@ class _Actor:
         if not done:
             self._tell_of_waiting()
             return None
-        self._has_answered = True
+        self._tell_at = None
         asked, self._asked = self._asked, None
         try:
             status = ray.get(asked)
@@ -75,9 +73,9 @@ class _Actor:
         return None if status is None else f"ended: its keeper ended with status {status}"
 
     def _tell_of_waiting(self) -> None:
-        if self._has_answered or self._has_told or time.monotonic() - self._submitted < PATIENT_S:
+        if self._tell_at is None or time.monotonic() < self._tell_at:
             return
-        self._has_told = True
+        self._tell_at = None
         _log.warning(
             "%s waits in Ray's queue for %s; it begins when there is room for all that were asked for together, and "
             "never where the cluster has less: see scheduler.cpus, gpus and memory_gb, and `ray status`",

@@ -21,10 +21,11 @@ from typing import Any
 import duckdb
 
 from rollbook.agents.errors import WorkflowError
-from rollbook.store import BadSelection, Book, Event, InteractionFailed, QueryRefused, RewardGiven, open_book
+from rollbook.store import BadSelection, Book, Event, QueryRefused, RewardGiven, open_book
 from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
 from rollbook.store.directory import read_manifest
 from rollbook.store.episodes import EpisodeRows
+from rollbook.store.events import failed_judgement
 from rollbook.store.expressions import literal, parse
 
 from .judging import Judged, Pace, is_async, judge_of
@@ -179,9 +180,7 @@ def reward_by_function(
                 run_id = run_of[episode_id]
                 if reason is not None:
                     outcome.n_failed += 1
-                    fact = InteractionFailed(
-                        error="RewardFailed", message=f"{source}: {reason}", status=0, dialect="reward"
-                    )
+                    fact = failed_judgement(source, reason)
                     events.append(Event(run_id=run_id, episode_id=episode_id, fact=fact))
                 elif not values:
                     outcome.n_no_opinion += 1

@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import duckdb
 import numpy as np
 
 from rollbook.store import BatchRow, BatchTaken, Event, new_id
 from rollbook.store.book import Book
 from rollbook.store.credit import episode_rewards_query
-from rollbook.store.expressions import parse
+from rollbook.store.expressions import UNCOMPUTABLE, parse, why_uncomputable
 
 from .algorithms import Algorithm
 from .config import CreditConfig, SelectionConfig, TrainConfig
@@ -164,14 +163,14 @@ def _judged(book: Book, query: str, params: dict[str, Any], *, reward: str | Non
     """What a query over rewards finds. Raises BadSetting where the expressions of the settings cannot be computed."""
     try:
         return book.sql(query, params)
-    except (duckdb.ProgrammingError, duckdb.DataError) as error:
+    except UNCOMPUTABLE as error:
         given = {"selection.where": where, "credit.reward": reward}
         names = [f"{name} {text!r}" for name, text in given.items() if text is not None]
         if not names:
             raise
-        said = " ".join(str(error).partition("\n\nLINE")[0].split())
         raise BadSetting(
-            f"{' or '.join(names)} cannot be computed: {said} (docs/sql.md lists the columns of `episodes`)"
+            f"{' or '.join(names)} cannot be computed: {why_uncomputable(error)} (docs/sql.md lists the columns of "
+            "`episodes`)"
         ) from error
 
 

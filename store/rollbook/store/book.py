@@ -23,7 +23,8 @@ from .credit import Fork, Scheme, computed_rewards_query, credit_query
 from .directory import open_log
 from .episodes import Episode, EpisodeRows, Interaction
 from .errors import BadSelection, BookBusy, QueryRefused, TablesDamaged
-from .events import Event, InteractionFailed, RewardGiven
+from .events import Event, RewardGiven, failed_judgement
+from .expressions import UNCOMPUTABLE, why_uncomputable
 from .log import Log
 from .relations import names_tokens, read_tokens
 from .rows import admit_rewards
@@ -92,13 +93,11 @@ class Book:
                 raise
 
     def _compute(self, query: str, **tables: pa.Table) -> pa.Table:
-        """`sql` of a query that has somebody's expressions in it. Raises BadSelection for one that cannot be computed:
-        a function that is not there, a row whose value it cannot take."""
+        """`sql` of a query with somebody's expressions in it. Raises BadSelection for one that cannot be computed."""
         try:
             return self.sql(query, **tables)
-        except (duckdb.ProgrammingError, duckdb.DataError) as error:
-            said = " ".join(str(error).partition("\n\nLINE")[0].split())
-            raise BadSelection(f"a reward or a condition cannot be computed: {said}") from error
+        except UNCOMPUTABLE as error:
+            raise BadSelection(f"a reward or a condition cannot be computed: {why_uncomputable(error)}") from error
 
     def select(self, selection: Selection) -> pa.Table:
         """The rows of a selection, groups together; columns in `selection.select_query`. Raises BadSelection."""
@@ -167,12 +166,7 @@ class Book:
                 Event(
                     run_id=one["run_id"],
                     episode_id=one["episode_id"],
-                    fact=InteractionFailed(
-                        error="RewardFailed",
-                        message=f"{source}: expected a finite number or NULL, got {one['value']}",
-                        status=0,
-                        dialect="reward",
-                    ),
+                    fact=failed_judgement(source, f"expected a finite number or NULL, got {one['value']}"),
                 )
                 for one in failed.slice(start, _BULK).to_pylist()
             ]

@@ -157,6 +157,11 @@ class InteractionFailed(Fact, frozen=True, kw_only=True):
     parent_id: str | None = None
 
 
+def failed_judgement(source: str, reason: str) -> InteractionFailed:
+    """Of an episode that got no reward because whoever judges (source) failed."""
+    return InteractionFailed(error="RewardFailed", message=f"{source}: {reason}", status=0, dialect="reward")
+
+
 class RewardGiven(Fact, frozen=True, kw_only=True):
     """A judged value on an episode, an interaction (by the envelope's id) or a span of its output tokens."""
 

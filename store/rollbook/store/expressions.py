@@ -27,6 +27,16 @@ FORBIDDEN_FUNCTIONS = frozenset({
 """By name, whatever their kind. `sql.py` refuses them too."""
 
 
+UNCOMPUTABLE = (duckdb.ProgrammingError, duckdb.DataError)
+"""What DuckDB raises where an expression that was taken cannot be computed: a function that is not there, a row whose
+value it cannot take."""
+
+
+def why_uncomputable(error: duckdb.Error) -> str:
+    """DuckDB's sentence, without the query that it points into."""
+    return " ".join(str(error).partition("\n\nLINE")[0].split())
+
+
 @dataclass(frozen=True)
 class Expression:
     """A checked expression and the column names in it."""

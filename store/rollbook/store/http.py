@@ -21,7 +21,7 @@ import pyarrow as pa
 from .errors import BadEvent, BookNotFound, LogClosed, LogWriteFailed, StoreError
 from .events import SCHEMA, Event
 from .log import START, Cursor, TokenPlaces, advance
-from .rows import Row, admit, decode, message, token_places_of
+from .rows import Row, admit, batch_of, token_places_of
 
 _WAIT_S = 1.0  # that a follower's request waits for news; so long `close` may take to end it
 _FRAME_ROWS = 256
@@ -80,7 +80,7 @@ class HttpLog:
     def append_rows_blocking(self, admitted: Sequence[Row]) -> list[int]:
         if not admitted:
             return []
-        batch = decode(b"".join(message(admitted, self._writer or "", 0)))
+        batch = batch_of(admitted, self._writer or "", 0)
         self._require_open()
         try:
             answer = self._client.post(f"{self.url}/events", content=encode_stream([batch]))

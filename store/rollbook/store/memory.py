@@ -14,7 +14,7 @@ from .appending import Numbering
 from .errors import LogClosed
 from .events import Event
 from .log import START, Cursor, TokenPlaces, advance, gather_rows
-from .rows import Row, admit, decode, message, token_places_of
+from .rows import Row, admit, batch_of, token_places_of
 
 
 class MemoryLog:
@@ -50,7 +50,7 @@ class MemoryLog:
             numbering = Numbering(self._next, self._seen.get, self._stored)
             positions = numbering.take(admitted)
             if numbering.fresh:
-                batch = decode(b"".join(message(numbering.fresh, self._writer, self._next)))
+                batch = batch_of(numbering.fresh, self._writer, self._next)
                 self._book[self._writer].append(batch)
                 self._next += len(numbering.fresh)
                 self._seen.update(numbering.taken)

@@ -405,7 +405,12 @@ def _put(places: "npt.NDArray[np.int64]", i: int, ends: "npt.NDArray[np.int32]",
 
 def to_batch(events: "Sequence[Event]", *, writer: str, first_position: int) -> pa.RecordBatch:
     """Events as one Arrow batch of SCHEMA, positions counting up from `first_position`. Raises BadEvent as `admit`."""
-    return decode(b"".join(message([admit(event) for event in events], writer, first_position)))
+    return batch_of([admit(event) for event in events], writer, first_position)
+
+
+def batch_of(admitted: Sequence[Row], writer: str, first_position: int) -> pa.RecordBatch:
+    """Rows as one Arrow batch of SCHEMA, positions counting up from `first_position`."""
+    return decode(b"".join(message(admitted, writer, first_position)))
 
 
 def difference(row: Row, stored: Row) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -274,14 +275,19 @@ class _Nodes:
             )
         )
 
-    def _joined(self) -> Iterator[npt.NDArray[Any]]:
-        return (np.concatenate(column) for column in zip(*self._columns, strict=True))
+    @cached_property
+    def _joined(self) -> tuple[npt.NDArray[Any], ...]:
+        """The columns, where each one's parent is among them, and whether it is; asked for when all were added."""
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        own, parent, *_ = columns
+        order = np.argsort(own, kind="stable")
+        index = order[np.minimum(np.searchsorted(own[order], parent), len(own) - 1)]
+        return (*columns, index, own[index] == parent)
 
     def notes(self) -> Iterator[str]:
         if not self._columns:
             return
-        own, parent, has_parent, _, shared, _, is_pruned, has_tokens = self._joined()
-        index, is_found = _look_up(parent, own)
+        own, _, has_parent, _, shared, _, is_pruned, has_tokens, index, is_found = self._joined
         n_lost = int((has_parent & is_found & (shared > 0) & is_pruned[index] & ~is_pruned).sum())
         if n_lost:
             yield f"{n_lost} interactions share tokens of a pruned parent, so their prompts cannot be rebuilt"
@@ -302,9 +308,8 @@ class _Nodes:
     def problems(self) -> Iterator[str]:
         if not self._columns:
             return
-        own, parent, has_parent, extends, shared, path_length, *_ = self._joined()
+        _, _, has_parent, extends, shared, path_length, _, _, index, is_found = self._joined
         names = pa.chunked_array(self._names)
-        index, is_found = _look_up(parent, own)
         wrong = [
             (has_parent & ~is_found, "its parent is not in the book"),
             (has_parent & is_found & (shared > path_length[index]), "it shares more tokens than its parent's path has"),
@@ -319,15 +324,6 @@ class _Nodes:
                 yield f"interaction {names[int(i)].as_py()}: {sentence}"
             if len(found) > _SHOWN:
                 yield f"and {len(found) - _SHOWN} more interactions: {sentence}"
-
-
-def _look_up(
-    parent: npt.NDArray[np.uint64], own: npt.NDArray[np.uint64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Where each parent is in `own`, and whether it is."""
-    order = np.argsort(own, kind="stable")
-    index = order[np.minimum(np.searchsorted(own[order], parent), len(own) - 1)]
-    return index, own[index] == parent
 
 
 def _hash(name: str) -> int:
