@@ -146,6 +146,20 @@ async def test_a_program_that_writes_without_end_is_shown_to_a_limit_and_does_no
     assert len(shown) < 70_000
 
 
+async def test_the_reason_ends_with_the_last_words_of_a_program_however_long_its_name(tmp_path):
+    folder = tmp_path.joinpath(*["folder-" * 20] * 6)
+    folder.mkdir(parents=True)
+    loud = folder / "loud"
+    loud.write_text(
+        "#!/bin/sh\nfor i in 1 2 3 4 5 6 7 8 9; do printf '%0200d\\n' $i >&2; done; echo the end >&2; exit 1\n"
+    )
+    loud.chmod(0o755)
+    (episode,) = await run(CommandAgent([str(loud)]))
+    assert episode.reason.startswith("AgentFailed: /")
+    assert episode.reason.endswith("9\nthe end")
+    assert len(episode.reason) == 2000
+
+
 async def test_a_program_that_cannot_start_is_named():
     (episode,) = await run(CommandAgent(["no-such-program"]))
     assert "cannot start 'no-such-program': No such file or directory" in episode.reason

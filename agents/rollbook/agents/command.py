@@ -25,7 +25,7 @@ from .errors import AgentFailed, BadReward
 from .subprocesses import environment
 from .workflow import Session, Workflow
 
-_TAIL_BYTES = 2000
+_TAIL_BYTES = 1500
 SHOWN_BYTES = 1 << 16
 """Of what an episode's program writes to stdout, and of what it writes to stderr."""
 
@@ -91,7 +91,7 @@ class _Shown:
 
     @property
     def tail(self) -> str:
-        """The last 2000 bytes."""
+        """The last 1500 bytes."""
         return self._kept.decode(errors="replace").strip()
 
     def _read(self) -> None:

@@ -17,6 +17,8 @@ Whatever an agent itself raises stays as it is: the runner catches it once and r
 import os
 import traceback
 
+_CUT = " ... "
+
 
 class AgentsError(Exception):
     """Root of everything this room raises on purpose."""
@@ -67,13 +69,19 @@ class WorkerTraceback(Exception):
 
 
 def describe(error: BaseException, limit: int = 2000) -> str:
-    """An error as a reason: its type, what it says, and where in a person's code it was raised."""
+    """An error as a reason: its type, what it says, and where in a person's code it was raised.
+
+    What is longer than `limit` characters loses its middle: the end is what a program said last.
+    """
     text = f"{type(error).__name__}: {error}".strip().rstrip(":")
     if not isinstance(error, AgentsError):
         text += where(error)
     if isinstance(error, BaseExceptionGroup):
         text += "".join(f"; {describe(each, limit)}" for each in error.exceptions[:3])
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    if len(text) <= limit:
+        return text
+    end = (limit - len(_CUT)) // 2
+    return text[: limit - len(_CUT) - end] + _CUT + text[-end:]
 
 
 def where(error: BaseException) -> str:
