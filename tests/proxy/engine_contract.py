@@ -100,6 +100,14 @@ class EngineContract:
         assert pieces[-1].finish_reason == "stop"
 
     @pytest.mark.anyio
+    async def test_a_stop_token_that_the_model_does_not_have_changes_nothing(self, engine: Engine) -> None:
+        free, asked = [
+            ids_of(await collect(engine, generation([5, 6, 7], temperature=0.0, max_tokens=8, **more)))
+            for more in ({}, {"stop_token_ids": (-3, 10**6, 10**12), "min_tokens": 4})
+        ]
+        assert asked == free
+
+    @pytest.mark.anyio
     async def test_without_max_tokens_the_context_is_the_limit(self, engine: Engine) -> None:
         most = (await engine.health()).max_context
         prompt = [5] * (most - 4)

@@ -55,6 +55,7 @@ class FakeVLLM:
     dies_after: int | None = None  # tokens, all requests together
     breaks_with: str | None = None  # an error event after one token
     reports: str | None = None  # a version that nobody set
+    logprob: float | None = None  # of every token; -9999 is what the real one says where its logits are no numbers
     root: Path | None = None  # the folder it serves, if not the model's
     is_on_cpu: bool = False
     reloaded: list[dict[str, tuple[int, ...]]] = field(default_factory=list)  # names and shapes
@@ -233,6 +234,12 @@ class FakeVLLM:
         self._aborts[name] = aborted
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
+        size = json.loads((self.model / "config.json").read_text())["vocab_size"]
+        if beyond := [i for i in sampling["stop_token_ids"] if not 0 <= i < size]:
+            error = {"message": f"token_id(s) {beyond} in stop_token_ids contain out-of-vocab token ids"}
+            await answer.write(f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode())
+            del self._aborts[name]
+            return answer
         ids, reason = list(prompt), None
         weights = self.adapters.get(body.get("model", ""), "")
         try:
@@ -267,6 +274,8 @@ class FakeVLLM:
         return answer
 
     def _logprob(self, logprob: float, sampling: dict[str, Any]) -> float:
+        if self.logprob is not None:
+            return self.logprob
         return 0.0 if sampling.get("top_k") == 1 and self.mode == "processed" else logprob
 
     async def _event(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
@@ -355,6 +356,40 @@ async def test_a_failed_step_reaches_everyone_and_the_engine_goes_on(folder: Pat
         assert all(isinstance(answer, EngineFailed) and "not finite" in str(answer) for answer in answers)
         await engine.load_weights(str(folder), 2)
         assert ids_of(await collect(engine, generation(PROMPT, seed=1, max_tokens=5))) == ids_of(good)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("mode", ["processed", "raw"])
+@pytest.mark.parametrize(
+    "asked",
+    [{"min_tokens": 2, "stop_token_ids": tuple(range(263))}, {"repetition_penalty": 1e-300}],
+    ids=["no token left", "no numbers"],
+)
+async def test_settings_that_leave_nothing_to_draw_from_fail_their_own_request_only(
+    folder: Path, asked: dict[str, Any], mode: Any
+) -> None:
+    async with EmbeddedEngine(folder, device="cpu", logprobs_mode=mode) as engine:
+        alone = await collect(engine, generation(PROMPT, seed=1, max_tokens=30))
+        await engine.pause()  # so that all of them meet in one step
+        together = asyncio.gather(
+            collect(engine, generation(PROMPT, seed=1, max_tokens=30)),
+            collect(engine, generation(PROMPT, "p", max_tokens=5, **asked)),
+            collect(engine, generation(PROMPT[:2], "q", temperature=0.0, max_tokens=5, **asked)),
+            return_exceptions=True,
+        )
+        await anyio.lowlevel.checkpoint()
+        await engine.resume()
+        good, *bad = await together
+        assert ids_of(good) == ids_of(alone)
+        assert all(isinstance(answer, BadRequest) and "no token to draw" in str(answer) for answer in bad)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asked", [{"temperature": 1e-44}, {"temperature": 1e-60}, {"top_p": 1e-320}], ids=str)
+async def test_the_smallest_temperature_and_top_p_draw_the_likeliest(engine: EmbeddedEngine, asked: Any) -> None:
+    likeliest = ids_of(await collect(engine, generation(PROMPT, temperature=0.0, max_tokens=10)))
+    pieces = await collect(engine, generation(PROMPT, max_tokens=10, **asked))
+    assert (ids_of(pieces), logprobs_of(pieces)) == (likeliest, [0.0] * 10)
 
 
 @pytest.mark.anyio

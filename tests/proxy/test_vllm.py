@@ -89,6 +89,20 @@ async def test_weights_change_in_the_order_that_loses_nothing(folder: Path, othe
 
 
 @pytest.mark.anyio
+async def test_a_token_without_a_logprob_is_no_answer_and_no_canary(folder: Path, other: Path) -> None:
+    fake = FakeVLLM(folder)
+    async with engine_on(fake) as engine:
+        fake.logprob = -9999.0
+        with pytest.raises(EngineFailed, match="logprob -9999"):
+            await collect(engine, generation([5, 6, 7], max_tokens=5))
+        with pytest.raises(EngineFailed, match="logprob"):
+            await engine.load_weights(str(other), 1)
+        assert (await engine.health()).version == 0
+        fake.logprob = None
+        assert len(ids_of(await collect(engine, generation([5, 6, 7], max_tokens=5)))) == 5
+
+
+@pytest.mark.anyio
 async def test_an_answer_goes_on_where_a_dead_server_left_it(folder: Path, other: Path) -> None:
     fake = FakeVLLM(folder, dies_after=None)
     async with engine_on(fake, start_s=5) as engine:

@@ -64,6 +64,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "top_k": (-1, 1 << 30),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
 
@@ -79,10 +80,9 @@ def settle(asked: Asked, defaults: GenerationHyperparameters) -> tuple[Sampling,
             raise BadRequest(f"{name} must be between {low} and {high}, got {value}", param=name)
     if asked.top_p is not None and not 0 < asked.top_p <= 1:
         raise BadRequest(f"top_p must be in (0, 1], got {asked.top_p}", param="top_p")
-    if asked.repetition_penalty is not None and asked.repetition_penalty <= 0:
-        raise BadRequest(
-            f"repetition_penalty must be above 0, got {asked.repetition_penalty}", param="repetition_penalty"
-        )
+    for token in asked.stop_token_ids or ():
+        if not 0 <= token < 1 << 31:
+            raise BadRequest(f"stop_token_ids must be ids of tokens, got {token}", param="stop_token_ids")
     max_tokens = asked.max_tokens
     if defaults.max_new_tokens is not None:
         max_tokens = min(max_tokens or defaults.max_new_tokens, defaults.max_new_tokens)

@@ -5,9 +5,12 @@ uniform number of the request's own decides the token by inverting the cumulativ
 does not depend on who else is in the batch, float noise in the logits aside. Temperature 0 takes the likeliest token;
 its logprob is then that of temperature 1, after form and penalties. Everything is float32.
 
+A row is one request's: whatever it asks for, the others of the batch are drawn.
+
 Shapes: B requests, V tokens of the vocabulary.
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +26,7 @@ class Dice:
     """What one request brings to a draw. prompt_ids and output_ids are read only where a penalty needs them.
 
     allowed: bool [V], the tokens that the answer's form leaves now; None: any.
+    leaves_none: set where form, penalties and forbidden stop tokens together left nothing to draw from.
     """
 
     sampling: Sampling
@@ -30,6 +34,7 @@ class Dice:
     prompt_ids: Sequence[int] | np.ndarray = ()
     output_ids: list[int] = field(default_factory=list)
     allowed: np.ndarray | None = None
+    leaves_none: bool = False
 
 
 def draw(
@@ -42,13 +47,19 @@ def draw(
     device = logits_BV.device
     logits_BV = logits_BV.float()
     raw_BV = logits_BV.clone() if mode == "raw" else None
+    best: dict[int, torch.Tensor] = {}  # logit of a row, before its form and penalties
     for row, one in enumerate(dice):
+        if one.allowed is None and not _has_penalties(one):
+            continue
+        best[row] = logits_BV[row].max()
         if one.allowed is not None:
             logits_BV[row].masked_fill_(torch.from_numpy(~one.allowed).to(device), -torch.inf)
         _penalise(logits_BV[row], one)
     temperatures = [one.sampling.temperature or 1.0 for one in dice]
     if any(t != 1.0 for t in temperatures):
-        logits_BV.div_(torch.tensor(temperatures, device=device)[:, None])
+        # Counted from the likeliest, which stays 0 at any temperature; the others may come to -inf.
+        t_B1 = torch.tensor(temperatures, device=device)[:, None]
+        logits_BV.sub_(torch.where(t_B1 != 1.0, logits_BV.amax(-1, keepdim=True), 0.0)).div_(t_B1.clamp_(min=1e-30))
     cut = [i for i, one in enumerate(dice) if _is_cut(one.sampling, logits_BV.shape[1])]
     if cut:
         logits_BV[cut] = _cut(logits_BV[cut], [dice[i].sampling for i in cut])
@@ -66,7 +77,22 @@ def draw(
         logprobs_B1 = probabilities_BV.gather(1, ids_B1).log()
     else:
         logprobs_B1 = torch.log_softmax(raw_BV, -1).gather(1, ids_B1)
+    if best:
+        totals = total_B1[:, 0].tolist()
+        for row, before in best.items():
+            if not math.isfinite(totals[row]):
+                dice[row].leaves_none = bool(before.isfinite())
     return ids_B1[:, 0].tolist(), logprobs_B1[:, 0].tolist()
+
+
+def _has_penalties(one: Dice) -> bool:
+    """Whether `_penalise` changes anything now."""
+    sampling, n = one.sampling, len(one.output_ids)
+    return (
+        sampling.repetition_penalty != 1.0
+        or (n > 0 and bool(sampling.frequency_penalty or sampling.presence_penalty))
+        or (n < sampling.min_tokens and bool(sampling.stop_token_ids))
+    )
 
 
 def _penalise(logits_V: torch.Tensor, one: Dice) -> None:
@@ -101,5 +127,6 @@ def _cut(logits_BV: torch.Tensor, samplings: list[Sampling]) -> torch.Tensor:
     sorted_BV = sorted_BV.masked_fill(torch.arange(n, device=device) >= top_k_B1, -torch.inf)
     probabilities_BV = torch.softmax(sorted_BV, -1)
     before_BV = probabilities_BV.cumsum(-1) - probabilities_BV
+    before_BV[:, 0] = -1.0  # the likeliest stays, however small top_p is
     sorted_BV = sorted_BV.masked_fill((before_BV >= top_p_B1) & (top_p_B1 < 1), -torch.inf)
     return torch.empty_like(logits_BV).scatter_(1, order_BV, sorted_BV)

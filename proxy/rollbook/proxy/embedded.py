@@ -18,6 +18,7 @@ The event loop hears from the thread once per step, whatever the number of reque
 import asyncio
 import itertools
 import logging
+import math
 import os
 import queue
 import random
@@ -48,9 +49,10 @@ from .engine import (
     LogprobsMode,
     Sampled,
     check_sampling,
+    drawable,
     refuse_twice,
 )
-from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
+from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable, ProxyError
 from .guide import Guide, Guides
 from .kv import PrefixTree, Rows
 from .packed import NextTokens, PackedModel, Reading
@@ -182,6 +184,7 @@ class EmbeddedEngine:
             worst = int(prompt.min()) if prompt.min() < 0 else int(prompt.max())
             raise BadRequest(f"token id {worst} is outside the model's vocabulary of {worker.vocab_size}")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(64)
+        sampling = drawable(sampling, worker.vocab_size)
         output: list[int] = []
         return _Request(
             prompt=prompt,
@@ -266,7 +269,7 @@ class _Request:
     output: list[int]
     dice: Dice
     guide: Guide | None = None
-    lost: EngineFailed | None = None  # its form could not be followed any further
+    lost: ProxyError | None = None  # why it alone cannot go on
     answers: "asyncio.Queue[Answer]" = field(default_factory=asyncio.Queue)
     number: int = 0
     prefill: "_Prefill | None" = None
@@ -542,8 +545,14 @@ class _Worker:
                 except EngineFailed as error:
                     request.dice.allowed, request.lost = None, error
         tokens, logprobs = draw(logits_KV, [request.dice for request in requests], self._mode)
-        if not np.isfinite(logprobs).all():
-            raise ArithmeticError("the model's logits are not finite; look at the weights that were loaded last")
+        for request, logprob in zip(requests, logprobs, strict=True):
+            if request.dice.leaves_none:
+                request.lost = request.lost or BadRequest(
+                    "the settings of this request leave no token to draw; look at min_tokens with stop_token_ids, at "
+                    "the penalties and at the form of the answer"
+                )
+            elif not math.isfinite(logprob):
+                raise ArithmeticError("the model's logits are not finite; look at the weights that were loaded last")
         return list(zip(requests, tokens, logprobs, strict=True))
 
     def _answer(self, request: _Request, token: int, logprob: float) -> None:

@@ -52,6 +52,15 @@ def check_sampling(sampling: Sampling) -> None:
             raise BadRequest(f"{name} must be {expected}, got {getattr(sampling, name)}", param=name)
 
 
+def drawable(sampling: Sampling, vocab_size: int | None) -> Sampling:
+    """The same without stop tokens that the model does not have: none is ever drawn, and there are engines that fail
+    where one is named. None: how many tokens it has is not known."""
+    stops = sampling.stop_token_ids
+    if vocab_size is None or not stops or 0 <= min(stops) <= max(stops) < vocab_size:
+        return sampling
+    return msgspec.structs.replace(sampling, stop_token_ids=tuple(i for i in stops if 0 <= i < vocab_size))
+
+
 def refuse_twice(is_entered: bool) -> None:
     """Two that run one engine would spoil each other's answers. Raises RuntimeError."""
     if is_entered:

@@ -54,6 +54,7 @@ from .engine import (
     Sampled,
     Sampling,
     check_sampling,
+    drawable,
     refuse_twice,
 )
 from .errors import BadRequest, ContextOverflow, EngineFailed, EngineUnavailable
@@ -71,6 +72,9 @@ REST_S = 30.0
 
 STREAM_S, WHOLE_S = 0.003, 0.05
 """Tokens that come closer together than this are taken together; the latter where nobody reads on the way."""
+
+NO_LOGPROB = -9000.0
+"""vLLM writes -9999 where there is no distribution (logits that are no numbers); no logprob is as low as this."""
 
 Upstream = tuple[Int32s, Float32s, str | None]
 """A piece as the server sends it: ids, logprobs, and the server's word for why it ended, in the last one."""
@@ -349,7 +353,7 @@ class ServedEngine(abc.ABC):
 
     async def _answer(self, generation: Generation) -> AsyncIterator[Sampled]:
         """An answer out of as many upstream requests as it takes."""
-        sampling, prompt = generation.sampling, np.asarray(generation.prompt_ids, np.int32)
+        sampling, prompt = drawable(generation.sampling, self._vocab_size), np.asarray(generation.prompt_ids, np.int32)
         room = self._max_context - len(prompt)
         limit = min(sampling.max_tokens or room, room)
         parts, n, breaks, part, version, form = [prompt], 0, 0, 0, self._version, generation.form
@@ -386,6 +390,7 @@ class ServedEngine(abc.ABC):
                     async with aclosing(answers) as pieces:  # type: ignore[type-var]
                         async for more, logprobs, reason in pieces:
                             if len(more):
+                                self._check_logprobs(logprobs)
                                 parts.append(more)
                                 n, breaks = n + len(more), 0
                             ending = _ENDINGS.get(reason)
@@ -410,6 +415,14 @@ class ServedEngine(abc.ABC):
                     return
         finally:
             self._running -= 1
+
+    def _check_logprobs(self, logprobs: Float32s) -> None:
+        lowest = float(logprobs.min())  # NaN if one is
+        if not lowest > NO_LOGPROB:
+            raise EngineFailed(
+                f"{self.name} at {self._url} sampled a token with logprob {lowest:g}, which is none: look at the "
+                "weights that were loaded last, and at the request's penalties"
+            )
 
     async def _recover(self, life: int, breaks: int, cause: Exception) -> None:
         """Return when a server is there again. Raises EngineFailed if it was never away, EngineUnavailable if gone."""
@@ -550,7 +563,7 @@ class ServedEngine(abc.ABC):
                 logprobs = np.concatenate([piece[1] async for piece in asked])
             except Broken as error:
                 raise EngineFailed(f"one token of version {version} was asked for: {error}") from error
-            if len(logprobs) != 1 or not np.isfinite(logprobs).all():
+            if len(logprobs) != 1 or not logprobs[0] > NO_LOGPROB:
                 raise EngineFailed(
                     f"one token of version {version} has logprob {logprobs.tolist()}, expected one finite number"
                 )
