@@ -22,9 +22,9 @@ from rollbook.learner.errors import BadSetting, NothingToTrain
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
 from rollbook.learner.train import throughput, without_keys
-from rollbook.store.book import open_book
+from rollbook.store.book import Book, open_book
 from rollbook.store.errors import BadEvent
-from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, RewardGiven
+from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, RewardGiven, TokensScored
 
 
 @pytest.fixture(scope="session")
@@ -241,19 +241,20 @@ def test_an_empty_selection_is_a_clear_error(tmp_path: Path, model: str) -> None
 
 
 def record(folder: Path, *answers: Mapping[str, Any]) -> str:
-    """A book of one group, an episode of one call for each answer: prompt, output, reward and whatever is odd."""
+    """A book of one group, an episode of one call for each answer: prompt, output, reward and whatever is odd. An
+    answer may say that it is of another group or run, and what its episode is called."""
     with open_book(folder, writer="recorder") as book:
         for i, said in enumerate(answers):
             prompt, output = said.get("prompt", [1, 2]), said.get("output", [3, 4])
-            names: dict[str, Any] = {"run_id": "recorded", "episode_id": f"e{i}"}
+            names: dict[str, Any] = {"run_id": said.get("run", "recorded"), "episode_id": said.get("name", f"e{i}")}
             fact = InteractionRecorded(
                 prompt_length=len(prompt), finish_reason="stop", sampling=said.get("sampling", {"temperature": 1.0})
             )
             book.log.append_blocking(
-                Event(**names, fact=EpisodeOpened(task_id="t", group_id="g", version=0)),
+                Event(**names, fact=EpisodeOpened(task_id="t", group_id=said.get("group", "g"), version=0)),
                 Event(
                     **names,
-                    interaction_id=f"e{i}.1",
+                    interaction_id=f"{names['episode_id']}.1",
                     fact=fact,
                     prompt_ids=np.array(prompt, np.int32),
                     output_ids=np.array(output, np.int32),
@@ -332,6 +333,95 @@ def test_stored_scores_that_are_missing_are_refused_before_the_batch_is_taken(tm
     with pytest.raises(NothingToTrain, match="have no scores 'nobody'"):
         off_policy(tmp_path, model, book, ref_scores="nobody", actor__kl_loss_coef=0.1)
     assert n_taken(book) == 0
+    with pytest.raises(BadSetting, match=r"^ref_scores are of answers that the book has"):
+        run(echo_config(tmp_path, model, ref_scores="nobody", trial_name="live"), EchoRollouts())
+
+
+def score(book: str, name: str, *stored: list[float]) -> None:
+    """Scores of the answers of `record`."""
+    with open_book(book, writer="scores") as opened:
+        opened.log.append_blocking(
+            *(
+                Event(
+                    run_id="recorded",
+                    episode_id=f"e{i}",
+                    interaction_id=f"e{i}.1",
+                    fact=TokensScored(scorer=name),
+                    logprobs=np.array(values, np.float32),
+                )
+                for i, values in enumerate(stored)
+            )
+        )
+
+
+@pytest.mark.parametrize("odd", [[-1.0], [-1.0, -1.0, -1.0], [-1.0, float("nan")], [-np.inf, -1.0]])
+def test_stored_scores_that_do_not_fit_an_answer_are_none(tmp_path: Path, model: str, odd: list[float]) -> None:
+    book = record(tmp_path / "book", {}, {}, {})
+    score(book, "x", [-1.0, -1.0], odd, [-1.0, -1.0])
+    with pytest.raises(NothingToTrain, match="1 of 3 interactions of the batch have no scores 'x', or not a finite"):
+        off_policy(tmp_path, model, book, ref_scores="x", actor__kl_loss_coef=0.1)
+    assert n_taken(book) == 0
+
+
+def test_stored_scores_are_read_once_a_step(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    book = record(tmp_path / "book", {}, {})
+    score(book, "x", [-1.0, -1.0], [-2.0, -2.0])
+    read: list[str] = []
+    scores = Book.scores
+
+    def counted(self: Book, scorer: str, *args: Any) -> Any:
+        read.append(scorer)
+        return scores(self, scorer, *args)
+
+    monkeypatch.setattr(Book, "scores", counted)
+    off_policy(tmp_path, model, book, ref_scores="x", actor__kl_loss_coef=0.1)
+    assert read == ["x"]
+
+
+def test_groups_of_two_runs_with_one_id_are_two_groups(tmp_path: Path, model: str) -> None:
+    answers = [{"run": run, "reward": reward} for run in ("one", "two") for reward in (0.0, 1.0)]
+    for far in answers[2:]:
+        far["reward"] += 10.0
+    book = record(tmp_path / "book", *answers)
+    config = echo_config(tmp_path, model, scheduler__type="none", book=book, algorithm="rloo", total_train_epochs=1)
+    config.train_dataset.batch_size = 2
+    with PPOTrainer(config) as trainer:
+        trainer.train()
+    with open_book(book) as opened:
+        rows = opened.sql("select advantage from batch_rows order by interaction_id")["advantage"].to_pylist()
+        assert rows == [-1.0, 1.0, -1.0, 1.0]
+        again = rows_of(opened, opened.sql("select batch_id from batches")["batch_id"][0].as_py(), config.run_id)
+        assert len(set(again.group_ids)) == 2
+
+
+def test_a_book_that_grows_while_a_run_without_an_engine_is_down_skips_no_group_and_repeats_none(
+    tmp_path: Path, model: str
+) -> None:
+    def groups(*names: str) -> list[dict[str, Any]]:
+        return [{"group": g, "name": f"{g}-{i}", "reward": float(i)} for g in names for i in (0, 1)]
+
+    book = record(tmp_path / "book", *groups("²", "1", "2", "3"))
+    config = echo_config(tmp_path, model, scheduler__type="none", book=book, total_train_epochs=2)
+    config.train_dataset.batch_size, config.saver.freq_epochs, config.total_train_steps = 2, 1, 1
+
+    def go_on() -> list[list[str]]:
+        with PPOTrainer(config) as trainer:
+            trainer.train()
+        with open_book(book) as opened:
+            stored = opened.sql("select selection from batches order by step")["selection"].to_pylist()
+        return [[json.loads(group)[1] for group in json.loads(one)["groups"]] for one in stored]
+
+    first = go_on()
+    record(tmp_path / "book", *groups("5", "6", "7"))
+    config.total_train_steps = None
+    steps = go_on()
+    assert steps[:1] == first
+    used = [group for step in steps for group in step]
+    assert sorted(used[:7]) == sorted(["²", "1", "2", "3", "5", "6", "7"])  # all once before any comes again
+    assert sorted(used[7:]) == sorted(used[:7])
+    assert all(len(set(step)) == 2 for step in steps)
+    saved = sorted(path.name for path in (Path(config.run_path) / "saved").iterdir())
+    assert saved == ["step-00000003", "step-00000006"]
 
 
 @pytest.mark.parametrize("wrong", ["nonsense(reward)", "1 // (n_interactions - n_interactions)"])

@@ -31,6 +31,7 @@ class Group:
     """The finished episodes of one task. This is what a `dynamic_filter_fn` gets."""
 
     group_id: str
+    key: str  # the same of a run's own group; see `group_key`
     task_id: str
     task: dict[str, Any] | None
     episode_ids: list[str]
@@ -50,12 +51,18 @@ class Batch:
     step: int
     rows: Rows
     is_trained: bool = False  # the book says so already: a replay after a restart
+    ref_E: Floats | None = None  # stored logprobs of the reference, where they have been read
     discarded: dict[str, int] = field(default_factory=dict)
 
 
 def natural(name: str) -> tuple[Any, ...]:
     """Sort key that puts .../2 before .../10."""
-    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name)))
+
+
+def group_key(group_id: str, run_id: str, own_run_id: str | None) -> str:
+    """What tells groups of a book apart: an id names a group of its run, and two runs may use the same ids."""
+    return group_id if run_id == own_run_id else json.dumps([run_id, group_id])
 
 
 def finished_groups(
@@ -92,7 +99,7 @@ def finished_groups(
         {"run": run_id, "n": n_samples, "without": list(without)},
         reward=reward,
     )
-    return [_group(row) for row in table.to_pylist() if row["group_id"] not in known]
+    return [_group(row, row["group_id"]) for row in table.to_pylist() if row["group_id"] not in known]
 
 
 def failed_episodes(book: Book, run_id: str, used: Collection[str]) -> frozenset[str]:
@@ -138,9 +145,9 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
     where = "true" if selection.where is None else parse(selection.where).text
     query = f"""
         with judged as ({episode_rewards_query(reward)})
-        select coalesce(group_id, episode_id) as group_id, any_value(task_id) as task_id, any_value(task) as task,
-          list(episode_id order by episode_id) as episode_ids, list(state order by episode_id) as states,
-          list(judged.value order by episode_id) as rewards
+        select run_id, coalesce(group_id, episode_id) as group_id, any_value(task_id) as task_id,
+          any_value(task) as task, list(episode_id order by episode_id) as episode_ids,
+          list(state order by episode_id) as states, list(judged.value order by episode_id) as rewards
         from (select * from episodes where ({where}
           )) left join judged using (episode_id)
         where run_id <> $run and (len($runs::varchar[]) = 0 or run_id in (select unnest($runs::varchar[])))
@@ -149,14 +156,14 @@ def recorded_groups(book: Book, run_id: str, selection: SelectionConfig, *, rewa
         """
     params = {"run": run_id, "runs": selection.runs or []}
     table = _judged(book, query, params, reward=reward, where=selection.where)
-    groups = [_group(row) for row in table.to_pylist()]
+    groups = [_group(row, group_key(row["group_id"], row["run_id"], run_id)) for row in table.to_pylist()]
     if not groups:
         raise NothingToTrain(
             f"the selection (runs: {selection.runs or 'all others'}, where: {selection.where or 'anything'}) finds no "
             'ended episode in the book; `rollbook sql BOOK "select run_id, state from episodes"` '
             "shows what is there"
         )
-    return sorted(groups, key=lambda group: natural(group.group_id))
+    return sorted(groups, key=lambda group: natural(group.key))
 
 
 def _judged(book: Book, query: str, params: dict[str, Any], *, reward: str | None, where: str | None = None) -> Any:
@@ -174,9 +181,10 @@ def _judged(book: Book, query: str, params: dict[str, Any], *, reward: str | Non
         ) from error
 
 
-def _group(row: dict[str, Any]) -> Group:
+def _group(row: dict[str, Any], key: str) -> Group:
     return Group(
         group_id=row["group_id"],
+        key=key,
         task_id=row["task_id"],
         task=json.loads(row["task"]) if row["task"] else None,
         episode_ids=row["episode_ids"],
@@ -209,11 +217,12 @@ def take(
     *,
     step: int,
     version: int,
-    check: Callable[[Rows], object],
+    check: Callable[[Rows], Floats | None],
 ) -> Batch:
     """Make a batch of these groups and write it down. Durable when this returns.
 
-    check: raises where the rows cannot be trained; nothing is written then, and the groups stay free.
+    check: returns the reference's stored logprobs, if there are any. Raises where the rows cannot be trained; nothing
+    is written then, and the groups stay free.
     """
     wanted = [
         episode
@@ -228,10 +237,11 @@ def take(
     rows = load_rows(book, episode_ids=wanted, credit=config.credit, run_id=config.run_id)
     if untrainable := len(set(wanted) - set(rows.episode_ids)):
         discarded["untrainable"] += untrainable
+    ref_E = None
     if len(rows):
-        check(rows)
+        ref_E = check(rows)
         rows = replace(rows, advantages=algorithm.advantages(rows))
-    batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded))
+    batch = Batch(batch_id=new_id("batch"), step=step, rows=rows, discarded=dict(discarded), ref_E=ref_E)
     fact = BatchTaken(
         batch_id=batch.batch_id,
         step=step,
@@ -241,8 +251,8 @@ def take(
             for i, c, a in zip(rows.interaction_ids, rows.credits, rows.advantages, strict=True)
         ],
         selection={
-            "groups": [group.group_id for group in groups],
-            "rejected": [group.group_id for group, _ in rejected],
+            "groups": [group.key for group in groups],
+            "rejected": [group.key for group, _ in rejected],
             "credit": {f: getattr(config.credit, f) for f in config.credit.__struct_fields__},
             "algorithm": config.algorithm,
         },
@@ -290,14 +300,14 @@ def rows_of(book: Book, batch_id: str, run_id: str | None = None) -> Rows:
     )
 
 
-def used_groups(book: Book, run_id: str) -> set[str]:
-    """Groups that batches of the run used or rejected."""
+def used_groups(book: Book, run_id: str) -> Counter[str]:
+    """How often batches of the run used or rejected each group, by its key."""
     selections = book.sql("select selection from batches where run_id = $run", {"run": run_id})["selection"].to_pylist()
-    known: set[str] = set()
+    used: Counter[str] = Counter()
     for selection in selections:
         chosen = json.loads(selection) if selection else {}
-        known.update(chosen.get("groups", ()), chosen.get("rejected", ()))
-    return known
+        used.update([*chosen.get("groups", ()), *chosen.get("rejected", ())])
+    return used
 
 
 def load_rows(
@@ -347,7 +357,7 @@ def load_rows(
     rows = Rows(
         interaction_ids=list(tokens.row_ids),
         episode_ids=[row["episode_id"] for row in order],
-        group_ids=[row["group_id"] for row in order],
+        group_ids=[group_key(row["group_id"], row["run_id"], run_id) for row in order],
         ids=tokens.input_ids,
         starts=starts,
         n_prompt=np.diff(starts) - n_output,
@@ -401,16 +411,21 @@ def was_held(sampling: str | None, logprobs_mode: str | None) -> bool:
 
 
 def scored(book: Book, rows: Rows, scorer: str) -> Floats:
-    """E: the stored logprobs of rows under that name. Raises NothingToTrain where some have none."""
+    """E: the stored logprobs of rows under that name. Raises NothingToTrain where some have none that can be used."""
     table = book.scores(scorer, rows.interaction_ids)
     found = dict(zip(table["interaction_id"].to_pylist(), table["logprobs"], strict=True))
-    missing = [i for i in rows.interaction_ids if i not in found]
-    if missing:
+    parts: list[Floats] = []
+    for interaction_id, n in zip(rows.interaction_ids, rows.n_output.tolist(), strict=True):
+        stored = found.get(interaction_id)
+        values = None if stored is None or stored.values is None else stored.values.to_numpy(zero_copy_only=False)
+        if values is not None and len(values) == n and np.isfinite(values).all():
+            parts.append(values)
+    if missing := len(rows) - len(parts):
         raise NothingToTrain(
-            f"{len(missing)} of {len(rows)} interactions of the batch have no scores {scorer!r}, {missing[0]} for "
-            f"one; `rollbook rescore BOOK --model REFERENCE --name {scorer}` writes them. Nothing was trained"
+            f"{missing} of {len(rows)} interactions of the batch have no scores {scorer!r}, or not a finite number for "
+            f"each of their tokens; `rollbook rescore BOOK --model REFERENCE --name {scorer}` writes them. Nothing was "
+            "trained"
         )
-    parts = [found[i].values.to_numpy(zero_copy_only=False) for i in rows.interaction_ids]
     return np.concatenate(parts).astype(np.float64) if parts else np.empty(0)
 
 

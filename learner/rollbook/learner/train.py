@@ -4,8 +4,11 @@ What a kill leaves, and how the same command goes on, is in docs/architecture.md
 trained, a checkpoint is a folder that appears whole, and whatever lies between the two is trained again from the book.
 """
 
+import hashlib
+import heapq
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,11 +67,12 @@ class Run:
     total_groups: int  # that the rollouts will ever finish
     step: int = 0
     recorded: Sequence[Group] | None = None  # what there is to train on, where nobody makes more
-    used: set[str] = field(default_factory=set)  # groups that batches used or rejected
+    used: Counter[str] = field(default_factory=Counter)  # how often batches used or rejected a group
     failed_before: frozenset[str] = frozenset()  # episodes that earlier processes saw fail: their groups come again
     has_warned: bool = False  # of rewards that teach nothing
     is_rolling: bool = False  # the rollouts have started: they hear of new weights
     _due: dict[str, float] = field(default_factory=dict)
+    _turns: list[tuple[int, bytes, int]] = field(default_factory=list)  # a heap: when each recorded group comes again
 
     # ------------------------------------------------------------ where we are
 
@@ -159,24 +163,29 @@ class Run:
                 version=self.step,
                 check=self.check,
             )
-            self.used.update(group.group_id for group in usable)
-            self.used.update(group.group_id for group, _ in rejected)
+            self.used.update([group.key for group in usable])
+            self.used.update([group.key for group, _ in rejected])
             self._due["waited"] = time.monotonic() - began
             yield batch
 
-    def check(self, rows: Rows) -> None:
-        """Raise for a batch that cannot be trained, before the book says that it was taken."""
+    def check(self, rows: Rows) -> Floats | None:
+        """Raise for a batch that cannot be trained, before the book says that it was taken. See `batches.take`."""
         check_vocabularies(rows, self.actor, self.reference, self.critic)
-        self.reference_logprobs(rows)
+        return self.reference_logprobs(rows)
 
     def recorded_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
-        """The next of the recorded groups: a new order in each epoch, the same after a restart."""
+        """The next of the recorded groups: those first that were used least, each time round in another order.
+
+        The book knows what was used, so a restart goes on where the run was, also where more has been recorded since.
+        """
         assert self.recorded is not None
-        wanted = self.config.groups_per_step
-        per_epoch = max(1, len(self.recorded) // wanted)
-        epoch, k = divmod(self.step, per_epoch)
-        order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.recorded))
-        groups = [self.recorded[i] for i in order[k * wanted : (k + 1) * wanted]]
+        if not self._turns:
+            self._turns = [self.turn(i, self.used[group.key]) for i, group in enumerate(self.recorded)]
+            heapq.heapify(self._turns)
+        turns = [heapq.heappop(self._turns) for _ in range(min(self.config.groups_per_step, len(self._turns)))]
+        for n_used, _, i in turns:
+            heapq.heappush(self._turns, self.turn(i, n_used + 1))
+        groups = [self.recorded[i] for _, _, i in turns]
         reasons = [
             (group, batches.reason_to_reject(group, drop_all_equal=self.drop_all_equal, accept=self.accept))
             for group in groups
@@ -187,6 +196,12 @@ class Run:
             batches.refuse_unjudged(groups, self.config)
         return usable, rejected
 
+    def turn(self, i: int, n_used: int) -> tuple[int, bytes, int]:
+        """When a recorded group that was used so often comes again: by chance among those that were used as often."""
+        assert self.recorded is not None
+        name = f"{self.config.seed} {n_used} {self.recorded[i].key}"
+        return n_used, hashlib.blake2b(name.encode(), digest_size=8).digest(), i
+
     def wait_for_groups(self) -> tuple[list[Group], list[tuple[Group, str]]]:
         """The oldest finished groups that teach something, as many as a step consumes, and those rejected meanwhile."""
         wanted, draws = self.config.groups_per_step, self.config.actor.dynamic_sampling_draws
@@ -195,7 +210,7 @@ class Run:
         seen = set(self.used)
         while True:
             began = time.monotonic()
-            if self.book.catch_up() or not seen - self.used:
+            if self.book.catch_up() or not seen - self.used.keys():
                 for group in batches.finished_groups(
                     self.book,
                     self.config.run_id,
@@ -256,7 +271,7 @@ class Run:
             version=batch.step,
             seed=self.config.seed + batch.step,
             reference=self.reference,
-            ref_E=self.reference_logprobs(batch.rows),
+            ref_E=self.reference_logprobs(batch.rows) if batch.ref_E is None else batch.ref_E,
             critic=self.critic,
             critic_config=self.config.critic,
         )
@@ -386,7 +401,8 @@ class Run:
         """Whether something with this frequency is due after `step` trained steps."""
         now = time.monotonic()
         last = self._due.setdefault(what, now)
-        steps_per_epoch = max(1, len(self.tasks) // self.config.groups_per_step)
+        n_groups = len(self.tasks if self.recorded is None else self.recorded)
+        steps_per_epoch = max(1, n_groups // self.config.groups_per_step)
         is_due = (
             (bool(frequency.freq_steps) and step % (frequency.freq_steps or 1) == 0)
             or (bool(frequency.freq_epochs) and step % ((frequency.freq_epochs or 1) * steps_per_epoch) == 0)

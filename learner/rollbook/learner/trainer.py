@@ -104,6 +104,10 @@ class PPOTrainer:
             raise BadSetting("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
         if config.ref is not None and config.ref_scores is not None:
             raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
+        if config.ref_scores is not None and config.scheduler.type != "none":
+            raise BadSetting(
+                "ref_scores are of answers that the book has, and a run with an engine draws new ones; set ref.path"
+            )
         if (config.actor.kl_ctl or config.actor.kl_loss_coef) and config.ref is None and config.ref_scores is None:
             raise BadSetting("actor.kl_ctl or kl_loss_coef asks for a reference model; set ref.path, or ref_scores")
         if config.tokenizer_path and not Path(config.tokenizer_path).is_dir():
