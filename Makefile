@@ -11,7 +11,7 @@ SEED ?= 1
 VLLM_VENV ?= .venv-vllm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo soak test test-programs test-rooms test-schedulers test-cluster test-hostile test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
+.PHONY: help demo soak test test-programs test-rooms test-base test-schedulers test-cluster test-hostile test-namespaces test-examples test-lake test-sdks test-peers test-vllm test-web web check lint unit clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -60,6 +60,12 @@ test-schedulers: $(VENV)/ray.stamp  ## one training run under local, a real Slur
 
 test-cluster: test-schedulers  ## the same, ranks of a learner, and what every launcher promises, under a real Slurm and Ray (root, Debian)
 	$(BIN)/python -m pytest tests/cluster/check_launchers.py tests/cluster/check_ranks.py
+
+# The package as it is built and installed, without extras.
+test-base:  ## what `pip install rollbook` alone can do, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)-base
+	$(VENV)-base/bin/pip install --quiet . pytest pytest-timeout
+	$(VENV)-base/bin/python -m pytest tests/base/check_base.py
 
 # CAMEL's pins exclude the current OpenAI Agents SDK, and Claude's program has 400 MB: an environment for these two.
 $(VENV)-sdks/sdks.stamp: pyproject.toml

@@ -108,6 +108,20 @@ def test_sql_in_every_format(book_path: Path, capsys: pytest.CaptureFixture[str]
     assert pq.read_table(target).to_pylist() == [{"state": "done", "reward": 0.5}]
 
 
+@pytest.mark.parametrize(
+    "order",
+    ["sql BOOK QUERY --format csv", "sql BOOK --format csv QUERY", "sql --format csv BOOK QUERY"],
+)
+def test_options_stand_anywhere(order: str, book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = [{"BOOK": str(book_path), "QUERY": "select 1 as n"}.get(word, word) for word in order.split()]
+    assert said(capsys, *told) == (0, "n 1")
+
+
+def test_an_option_that_is_not_there_is_named(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = said(capsys, "sql", str(book_path), "--fromat", "csv", "select 1 as n")
+    assert status == 2
+
+
 def test_canned_questions_by_name(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "sql", str(book_path))
     assert status == 0

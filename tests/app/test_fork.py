@@ -55,7 +55,7 @@ class Looks:
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **_: Any) -> float:
         messages: list[dict[str, Any]] = [*data["messages"], {"role": "user", "content": self.greeting}]
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {api_key}"}) as client:
             while True:
                 body = {"model": "m", "messages": messages, "tools": [TOOL]}
                 answer = await client.post(f"{base_url}/chat/completions", json=body)
@@ -159,7 +159,7 @@ async def test_a_fork_goes_on_after_a_restart_of_the_server() -> None:
         key = "sk-rb-a-key-of-the-fork"
 
         async def ask(served: Served, messages: list[dict[str, Any]]) -> dict[str, Any]:
-            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {key}"}) as client:
+            async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {key}"}) as client:
                 body = way[0].body | {"messages": messages}
                 answer = await client.post(f"{served.base_url}/chat/completions", json=body)
             answer.raise_for_status()

@@ -59,7 +59,7 @@ class Application:
         self.said = said
         self.openai = OpenAI(base_url=said["base_url"], api_key=said["api_key"], max_retries=4)
         self.messages: list[Any] = []
-        self.http = httpx.Client(base_url=said["base_url"], trust_env=False)
+        self.http = httpx.Client(timeout=60, base_url=said["base_url"], trust_env=False)
 
     def __enter__(self) -> "Application":
         return self

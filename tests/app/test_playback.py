@@ -43,7 +43,7 @@ class Asks:
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **_: Any) -> float:
         messages = list(data["messages"])
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {api_key}"}) as client:
             for also in (None, self.also):
                 messages += [{"role": "user", "content": also}] if also else []
                 answer = await client.post(f"{base_url}/chat/completions", json={"model": "m", "messages": messages})

@@ -311,6 +311,17 @@ def test_a_book_in_a_book_answers_alike(shown_book: Path, tmp_path: Path) -> Non
     )
 
 
+def test_a_book_of_many_commits_is_not_projected_commit_by_commit(tmp_path: Path) -> None:
+    with open_book(tmp_path / "old", writer="w") as old:
+        for i in range(300):
+            old.log.append_blocking(event(EpisodeOpened(task_id="t", group_id="g"), episode_id=f"e{i}"))
+    assert import_into(tmp_path / "new", tmp_path / "old").n_episodes == 300
+    with open_book(tmp_path / "new") as new:
+        frames = list(new.log.read())
+    assert sum(frame.num_rows for frame in frames) == 300
+    assert len(frames) < 10
+
+
 def test_what_was_pruned_is_left_out_and_counted(tmp_path: Path) -> None:
     source = tmp_path / "source"
     with open_book(source, "w") as book:

@@ -40,7 +40,7 @@ async def post(served, key, body, path="/v1/chat/completions", headers=None, tim
 
 async def leave_after(served, key, body, n_chunks):
     """Read n chunks of a stream, and hang up."""
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         sent = {"authorization": f"Bearer {key}"}
         async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}, headers=sent) as reply:
             seen = ""
@@ -184,7 +184,7 @@ async def test_what_cannot_be_recorded_is_not_answered():
         streamed = await post(served, started.api_key, {"messages": HELLO, "stream": True})
         assert "[DONE]" not in streamed.text
         assert "not_recorded" in streamed.text
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             for path, body in (
                 ("start_session", {"task_id": "t"}),
                 ("end_session", {"session_id": started.session_id}),

@@ -226,7 +226,7 @@ async def test_every_dialect_gets_what_it_insists_on_from_a_model_that_knows_not
     tokenizer = Tokenizer.load(folder)
     engine = EmbeddedEngine(folder, device="cpu", threads=1, seed=1)
     service = Service(log=log, engine=engine, tokenizer=tokenizer, config=ServeConfig(admin_key="admin"))
-    async with serve(service) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serve(service) as url, httpx.AsyncClient(timeout=60, base_url=url) as http:
         started = await http.post("/rl/start_session", json={"task_id": "t"}, headers={"x-api-key": "admin"})
         http.headers["x-api-key"] = started.json()["api_key"]
         for dialect, (path, body, required, named, form) in DIALECTS.items():

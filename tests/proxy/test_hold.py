@@ -120,7 +120,7 @@ async def test_the_end_of_an_answer_does_not_wait_for_the_pace() -> None:
     async with serving(lambda _: said("y" * 40), config=config, chunk_tokens=1) as served:
         key = (await served.client.start_session("t")).api_key
         began = time.monotonic()
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
             reply = await http.post("/chat/completions", json=body, headers={"x-api-key": key}, timeout=40)
         assert time.monotonic() - began < 30

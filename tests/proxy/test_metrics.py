@@ -31,14 +31,14 @@ def answer(generation: Generation) -> list[int]:
 async def ask(served: Served, key: str, *, status: int = 200, **more: object) -> httpx.Response:
     body = {"model": "m", "messages": [{"role": "user", "content": "2 + 2?"}], **more}
     headers = {"Authorization": f"Bearer {key}", "traceparent": f"00-{7:032x}-{9:016x}-01"}
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         response = await client.post(f"{served.base_url}/chat/completions", json=body, headers=headers)
     assert response.status_code == status, response.text
     return response
 
 
 async def scrape(served: Served, accept: str = "text/plain") -> httpx.Response:
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         response = await client.get(f"{served.url}/metrics", headers={"Accept": accept})
     assert response.status_code == 200
     return response

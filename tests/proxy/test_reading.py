@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 async def talk(served, key, *texts, reply="ok", **more):
     """A conversation of as many turns; returns the ids of its answers."""
     messages, ids = [], []
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         for text in texts:
             messages.append({"role": "user", "content": text})
             answer = (
@@ -64,7 +64,7 @@ async def test_tables_that_are_damaged_are_the_servers_fault_and_it_says_so(monk
     async with serving(lambda _: said("ok")) as served:
         monkeypatch.setattr(reading, "run_query", damaged)
         key = {"authorization": f"Bearer {served.service.admin_key}"}
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             answer = await http.post("/sql", json={"query": "select 1"}, headers=key)
         assert (answer.status_code, "is damaged; open the book again" in answer.text) == (500, True)
 
@@ -133,7 +133,7 @@ async def test_wrong_exports_are_refused():
             await served.client.export("ep_unknown")
         with pytest.raises(BadRequest, match="Invalid export interactions style"):
             await served.client.export(started.session_id, style="sideways")
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             admin = {"x-api-key": served.service.admin_key}
             assert (await http.post("/export_trajectories", json={}, headers=admin)).status_code == 422
             key = {"x-api-key": started.api_key}

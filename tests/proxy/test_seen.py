@@ -132,7 +132,7 @@ async def test_of_a_request_that_was_not_answered_nothing_is_kept():
         started = await served.client.start_session("t")
         headers = {"authorization": f"Bearer {started.api_key}"}
         seen = served.service.sessions.find(started.api_key).episode.seen
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             for text, status, n in (("x" * 2_000, 400, 0), ("hi", 200, 1)):
                 body = {"messages": [{"role": "user", "content": text}]}
                 reply = await http.post("/v1/chat/completions", json=body, headers=headers)

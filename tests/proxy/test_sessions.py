@@ -22,7 +22,7 @@ def answer(_):
 
 
 async def ask(served, key, text="hi", **body):
-    async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         return await http.post(
             "/v1/chat/completions",
             headers={"authorization": f"Bearer {key}"},
@@ -114,7 +114,7 @@ async def test_a_key_may_come_in_either_header_on_either_path():
         {"x-api-key": "{}"},
         {"Authorization": "Bearer {}", "x-api-key": "other"},
     ]
-    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         started = await served.client.start_session("t1")
         for headers in forms:
             for path in ("/chat/completions", "/v1/chat/completions"):
@@ -152,7 +152,7 @@ async def test_an_online_key_goes_from_session_to_session():
 
 
 async def test_starting_twice_with_the_same_ids_is_starting_once():
-    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         body = {"task_id": "t", "session_id": "ep_1", "api_key": "sk-rb-chosen"}
         for _ in range(2):
             reply = await http.post("/rl/start_session", headers={"x-api-key": ADMIN}, json=body)
@@ -161,7 +161,7 @@ async def test_starting_twice_with_the_same_ids_is_starting_once():
 
 
 async def test_a_reward_sent_twice_is_given_once():
-    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         started = await served.client.start_session("t1")
         await ask(served, started.api_key)
         for _ in range(2):
@@ -183,7 +183,7 @@ async def test_a_wrong_reward_is_refused_and_not_recorded():
         {},
         [],
     ]
-    async with serving(answer) as served, httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+    async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         started = await served.client.start_session("t1")
         for body in wrong:
             reply = await http.post("/rl/set_reward", headers={"x-api-key": started.api_key}, json=body)

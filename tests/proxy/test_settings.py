@@ -17,7 +17,7 @@ async def drawn(gconfig, **asked):
     config = ServeConfig(admin_key=ADMIN, gconfig=gconfig)
     async with serving(lambda _: said("one two three"), config=config) as served:
         key = (await served.client.start_session("t")).api_key
-        async with httpx.AsyncClient(base_url=served.url, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
             body = {"messages": HELLO, **asked}
             reply = await http.post("/v1/chat/completions", json=body, headers={"x-api-key": key})
         assert reply.status_code == 200, reply.text

@@ -64,7 +64,7 @@ async def test_the_first_token_does_not_wait_for_the_others():
         began = time.monotonic()
         seen = []
         async with (
-            httpx.AsyncClient(base_url=served.url, trust_env=False) as http,
+            httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http,
             http.stream(
                 "POST",
                 "/v1/chat/completions",

@@ -30,7 +30,7 @@ def url(server: Server, tmp_path: Path) -> Iterator[str]:
 
 
 def post(url: str, path: str, body: bytes, key: str = KEY) -> httpx.Response:
-    return httpx.post(url + path, content=body, headers={"authorization": f"Bearer {key}"})
+    return httpx.post(url + path, content=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
 
 
 def test_events_are_appended_under_the_servers_name(url: str, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_only_the_admins_key_reads_and_writes(url: str) -> None:
     with pytest.raises(BookNotFound, match="does not serve its events to this key: 403, this route needs"):
         HttpLog(url, "sk-rb-somebody")
     assert post(url, "/events", b"", "wrong").status_code == 403
-    assert httpx.get(url + "/events").status_code == 403
+    assert httpx.get(url + "/events", timeout=60).status_code == 403
 
 
 def test_where_nobody_serves_is_no_book() -> None:
@@ -94,5 +94,5 @@ def test_a_body_that_is_no_events_is_refused_by_name(url: str) -> None:
         assert post(url, "/events/rows", body).status_code == 400
     headers = {"authorization": f"Bearer {KEY}"}
     for cursor in ("", "[]", '{"w": "x"}'):
-        assert httpx.get(url + "/events", params={"cursor": cursor}, headers=headers).status_code == 400
+        assert httpx.get(url + "/events", params={"cursor": cursor}, headers=headers, timeout=60).status_code == 400
     assert post(url, "/events", good).json() == {"writer": "serve", "positions": [0]}

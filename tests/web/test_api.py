@@ -46,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def client(made: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with viewing(made, tokenizer=str(TOKENIZER)) as address:
         url, _, key = address.partition("/ui/#key=")
-        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
+        async with httpx.AsyncClient(timeout=60, base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
             yield client
 
 
@@ -58,7 +58,7 @@ async def told(client: httpx.AsyncClient, path: str, **params: Any) -> Any:
 
 @pytest.mark.parametrize("question", [*QUESTIONS, "canned/task_curve"])
 async def test_nobody_reads_without_the_key(client: httpx.AsyncClient, question: str) -> None:
-    async with httpx.AsyncClient(base_url=client.base_url) as stranger:
+    async with httpx.AsyncClient(timeout=60, base_url=client.base_url) as stranger:
         assert (await stranger.get(f"{API}/{question}")).status_code == 401
         wrong = await stranger.get(f"{API}/{question}", headers={"authorization": "Bearer é".encode("latin-1")})
         assert wrong.status_code == 403
@@ -75,7 +75,10 @@ async def test_the_page_of_a_served_book_is_for_its_admin(tmp_path: Path) -> Non
             config=ServeConfig(port=0, run_id="r"),
             book=book,
         )
-        async with serve(service, [page_of(service, "a book")]) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            serve(service, [page_of(service, "a book")]) as url,
+            httpx.AsyncClient(timeout=60, base_url=url) as client,
+        ):
             admin = {"authorization": f"Bearer {service.admin_key}"}
             assert (await client.get("/ui")).status_code == 200
             session = (await client.post("/rl/start_session", json={"task_id": "t"}, headers=admin)).json()
@@ -229,7 +232,7 @@ async def test_tokens_are_spelt_and_have_their_logprobs(client: httpx.AsyncClien
         assert book.interaction(call["interaction_id"]).output_ids.tolist() == output["ids"]
     async with viewing(made) as address:  # no tokenizer: numbers
         url, _, key = address.partition("/ui/#key=")
-        async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as plain:
+        async with httpx.AsyncClient(timeout=60, base_url=url, headers={"authorization": f"Bearer {key}"}) as plain:
             assert (await told(plain, "tokens", id=call["interaction_id"]))["output"]["texts"] is None
     assert (await client.get(f"{API}/tokens", params={"id": "nobody"})).status_code == 404
 
@@ -287,7 +290,9 @@ async def test_the_page_follows_what_another_process_writes(tmp_path: Path) -> N
     with open_book(path, writer="agent") as writer:
         async with viewing(path) as address:
             url, _, key = address.partition("/ui/#key=")
-            async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as client:
+            async with httpx.AsyncClient(
+                timeout=60, base_url=url, headers={"authorization": f"Bearer {key}"}
+            ) as client:
                 before = (await told(client, "stamp"))["stamp"]
                 assert await told(client, "runs") == []
                 writer.log.append_blocking(Event(run_id="r", fact=EpisodeOpened(task_id="t"), episode_id="e"))

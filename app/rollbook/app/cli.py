@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -388,6 +388,23 @@ def _areal(args: argparse.Namespace) -> None:
     run([args.script, *args.arguments])
 
 
+class _Command(argparse.ArgumentParser):
+    """One that takes options anywhere: argparse alone gives what is optional and has no dashes its default at the first
+    option, and refuses the query of `sql BOOK --format csv QUERY`."""
+
+    _is_within = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(args, argparse.Namespace(**vars(namespace or argparse.Namespace())))
+        if not rest or self._is_within or any(a.nargs == argparse.REMAINDER for a in self._actions):
+            return found, rest
+        self._is_within = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_within = False
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rollbook",
@@ -395,7 +412,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="First: `rollbook demo` trains a small model on arithmetic; `rollbook COMMAND --help` explains one.",
     )
     parser.add_argument("--version", action="version", version=f"rollbook {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Command)
 
     def command(
         name: str, run: Callable[[argparse.Namespace], None], help_: str, example: str

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,7 @@ def show_episode(
         newest = book.sql("select max(version) as v from policies where run_id = ?", [run_id])["v"][0].as_py()
         seen = [value for value in credits_of.values() if value is not None]
         shown = _Shown(
-            spell=_speller(tokenizer or tokenizer_of(book, run_id)),
+            spell=_speller(tokenizer) if tokenizer else _speller_if_here(tokenizer_of(book, run_id)),
             colour=colour,
             n_tokens=n_tokens,
             newest=max([one.row["version_max"] or 0 for one in episode.interactions] + [newest or 0]),
@@ -255,9 +256,13 @@ class _Shown:
     scale: float  # the largest credit, as a magnitude
 
 
-def _speller(folder: str | None) -> Callable[[Sequence[int]], list[str]] | None:
-    if folder is None:
+def _speller_if_here(folder: str | None) -> Callable[[Sequence[int]], list[str]] | None:
+    if folder is None or not all(map(find_spec, ("tokenizers", "jinja2"))):  # of the extra `serve`
         return None
+    return _speller(folder)
+
+
+def _speller(folder: str) -> Callable[[Sequence[int]], list[str]]:
     from rollbook.proxy.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(folder)

@@ -164,7 +164,7 @@ def _psycopg() -> Any:
     try:
         import psycopg
     except ImportError as error:
-        raise StoreError(f"a lake needs psycopg ({error}); install rollbook[lake]") from error
+        raise StoreError(f"a lake needs psycopg ({error}); pip install 'rollbook[lake]'") from error
     return psycopg
 
 
@@ -201,7 +201,7 @@ def _extension(name: str) -> str:
             return found
         raise StoreError(
             f"duckdb is {duckdb.__version__}, and the wheel of its extension {name} is for another version; "
-            "install rollbook[lake] into an environment of its own"
+            "pip install 'rollbook[lake]' into an environment of its own"
         )
     return name
 

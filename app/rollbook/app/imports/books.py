@@ -17,6 +17,7 @@ from .record import Imported, WrongSource
 WEIGHTS = "policies whose weights are not here: only their names came along"
 PRUNED = "events belong to episodes whose tokens were pruned in the source: those episodes are left out"
 _EVENTS_AT_ONCE = 4096
+_BYTES_AT_ONCE = 64 << 20
 
 
 def import_book(book: Book, path: Path, outcome: Imported, *, run: str | None) -> None:
@@ -61,8 +62,23 @@ def _events(batch: pa.RecordBatch) -> list[Event]:
     return from_batch(batch.set_column(at, SCHEMA.field("payload"), pa.array(payloads, pa.binary()).view(pa.string())))
 
 
+def _pieces(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows, many at once: a log has as many batches as its writer had commits."""
+    waiting: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        waiting.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows >= _EVENTS_AT_ONCE or size >= _BYTES_AT_ONCE:
+            yield pa.concat_batches(waiting)
+            waiting, rows, size = [], 0, 0
+    if waiting:
+        yield pa.concat_batches(waiting)
+
+
 def _copy(book: Book, batches: Iterable[pa.RecordBatch], pruned: set[str], outcome: Imported, run: str | None) -> None:
-    for found in batches:
+    for found in _pieces(batches):
         for at in range(0, found.num_rows, _EVENTS_AT_ONCE):
             batch = found.slice(at, _EVENTS_AT_ONCE)
             ids = pa.table({"id": [name.hex() for name in batch["event_id"].to_pylist()]})

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 
 from rollbook.app.exports.conversations import IMPORTED
-from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import (
     BadEvent,
     Book,
@@ -123,6 +122,8 @@ class Spelling:
     """Text as tokens, by a model's own template: for sources that have none."""
 
     def __init__(self, folder: str) -> None:
+        from rollbook.proxy.tokenizer import Tokenizer  # of the extra `serve`; no other import needs it
+
         self._tokenizer = Tokenizer.load(folder)
         self._eos = np.array(self._tokenizer.eos_ids, np.int32)
 
