@@ -64,7 +64,7 @@ async def test_sync_and_async_agents_run_in_subprocesses_side_by_side():
         ("fork", "done", None),
         ("shout", "done", None),
         ("nan", "failed", "is nan"),
-        ("unpicklable_agent", "failed", "pickle"),
+        ("unpicklable_agent", "failed", "was returned that pickle cannot send"),
     ],
 )
 async def test_what_a_subprocess_agent_does_wrong_is_its_episodes_reason(agent, state, says, capfd):

@@ -260,7 +260,7 @@ def _serve(calls_fd: int, parent_fd: int, argv: list[str], main: dict[str, str])
             value = function(*args, **kwargs)
             if inspect.isawaitable(value):
                 value = loop.run(_await(value))
-            answer = pickle.dumps((True, value, None))
+            answer = _returned(value)
         except BaseException as error:  # whatever it is, the caller raises it
             answer = _raised(error)
         if os.getpid() != pid:
@@ -280,6 +280,16 @@ async def _await(awaitable: Any) -> Any:
     finally:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:  # a job's loose ends do not reach the next job
             task.cancel()
+
+
+def _returned(value: Any) -> bytes:
+    try:
+        return pickle.dumps((True, value, None))
+    except Exception as error:  # objects raise what they like
+        raise TypeError(
+            f"a {type(value).__name__} was returned that pickle cannot send from a worker process ({error}); return "
+            "numbers, text, or lists and dicts of them"
+        ) from error
 
 
 def _raised(error: BaseException) -> bytes:
