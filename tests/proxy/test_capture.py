@@ -412,7 +412,7 @@ async def test_case_31_so_does_a_retry_that_says_so():
     async with Talk("<think>\nt\n</think>\n\nsaid" + CALL, "more") as talk:
         items = await talk.items([user("a")], body_sha256="aa", tools=[BASH], is_stream=True)
         talk.restart()
-        again = await talk.items([user("a")], body_sha256="aa", tools=[BASH], is_stream=True, is_retry=True)
+        again = await talk.items([user("a")], body_sha256="aa", tools=[BASH], is_stream=True, retries=1)
         assert plain(again[-1]) == plain(items[-1])
         assert again[-1].created == int(made_at(again[-1].interaction_id) or 0), (
             "not the second in which it was recorded"

@@ -1,6 +1,7 @@
 """Clients that leave, engines that break, disks that refuse: nobody gets an answer that the book does not have."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 
@@ -129,6 +130,101 @@ async def test_who_says_that_it_asks_again_gets_the_same_answer(headers):
         other = await served.client.start_session("t")
         elsewhere = await post(served, other.api_key, {"messages": HELLO}, headers=headers)
         assert elsewhere.json()["id"] != first.json()["id"]
+
+
+def numbered(gate: anyio.Event | None = None):
+    """A script whose answers all differ, and wait for the gate."""
+    counter = itertools.count()
+
+    async def script(_):
+        n = next(counter)
+        if gate is not None:
+            await gate.wait()
+        return said(f"answer {n}")
+
+    return script
+
+
+@pytest.mark.parametrize("headers", [{"x-stainless-retry-count": "1"}, {}], ids=["counted", "uncounted"])
+async def test_retries_of_k_samples_are_k_samples(headers):
+    gate = anyio.Event()
+    async with serving(numbered(gate), config=PATIENT) as served:
+        key = (await served.client.start_session("t")).api_key
+        calls = served.service.calls
+        tries = [asyncio.create_task(post(served, key, {"messages": HELLO})) for _ in range(4)]
+        await until(lambda: calls.running == 4)
+        for one in tries:
+            one.cancel()
+        await until(lambda: not any(call.clients for call in calls._running))
+        again = [asyncio.create_task(post(served, key, {"messages": HELLO}, headers=headers)) for _ in range(4)]
+        await until(lambda: sum(len(call.clients) for call in calls._running) == 4)
+        assert calls.running == 4
+        gate.set()
+        ids = {reply.json()["id"] for reply in await asyncio.gather(*again)}
+        assert len(ids) == 4
+        assert {event.interaction_id for event in served.events("InteractionRecorded")} == ids
+
+
+async def test_a_retry_joins_a_call_whose_client_seems_to_wait_and_a_second_one_does_not():
+    gate = anyio.Event()
+    async with serving(numbered(gate), config=PATIENT) as served:
+        key = (await served.client.start_session("t")).api_key
+        first = asyncio.create_task(post(served, key, {"messages": HELLO}))
+        await until(lambda: served.service.calls.running == 1)
+        retry = {"x-stainless-retry-count": "1"}
+        again = [asyncio.create_task(post(served, key, {"messages": HELLO}, headers=retry)) for _ in range(3)]
+        await until(lambda: sum(len(call.clients) for call in served.service.calls._running) == 4)
+        gate.set()
+        ids = [reply.json()["id"] for reply in await asyncio.gather(*again)]
+        assert len(set(ids)) == 3
+        assert ids.count((await first).json()["id"]) == 1
+
+
+async def test_who_was_refused_for_want_of_room_does_not_get_the_answer_of_another():
+    narrow = ServeConfig(admin_key="admin-key-of-the-tests", max_concurrent=1, max_waiting=1)
+    async with serving(numbered(), config=narrow, chunk_tokens=1, token_s=0.01) as served:
+        key = (await served.client.start_session("t")).api_key
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key, max_retries=50) as client:
+            made = await asyncio.gather(
+                *(client.chat.completions.create(model="m", messages=HELLO) for _ in range(4))  # type: ignore[arg-type]
+            )
+        assert len({answer.id for answer in made}) == 4
+        assert len(served.events("InteractionRecorded")) == 4
+
+
+async def test_who_got_an_error_does_not_get_the_answer_of_another():
+    async with serving(numbered()) as served:
+        key = (await served.client.start_session("t")).api_key
+        first = (await post(served, key, {"messages": HELLO})).json()["id"]
+        engine, served.service.capture._engine = served.service.capture._engine, BrokenEngine(lambda _: [])
+        assert (await post(served, key, {"messages": HELLO})).status_code == 502
+        served.service.capture._engine = engine
+        again = await post(served, key, {"messages": HELLO}, headers={"x-stainless-retry-count": "1"})
+        assert again.json()["id"] != first
+        # Nobody else had an error: an answer was lost on its way.
+        lost = await post(served, key, {"messages": HELLO}, headers={"x-stainless-retry-count": "1"})
+        assert lost.json()["id"] == first
+
+
+@pytest.mark.parametrize("name", ["idempotency-key", "x-stainless-retry-count"])
+async def test_each_choice_is_found_again_however_often_it_is_asked_for(name):
+    async with serving(numbered()) as served:
+        key = (await served.client.start_session("t")).api_key
+        asked = {"messages": HELLO, "n": 4}
+        tries = [(await post(served, key, asked, headers={name: str(n)})).json() for n in range(4)]
+        if name == "idempotency-key":
+            tries = [(await post(served, key, asked, headers={name: "k"})).json() for n in range(4)]
+        ids = [[choice["interaction_id"] for choice in reply["choices"]] for reply in tries]
+        assert len(set(ids[0])) == 4
+        assert ids == ids[:1] * 4
+
+
+class BrokenEngine(ScriptedEngine):
+    """Fails before the first token."""
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        raise EngineFailed("the engine broke")
+        yield
 
 
 class BreakingEngine(ScriptedEngine):
@@ -274,3 +370,16 @@ async def test_a_retry_after_a_restart_gets_the_answer_that_the_book_has(headers
         assert len(served.events("InteractionRecorded")) == 1
         fresh = await post(served, key, {"messages": HELLO})
         assert fresh.json()["choices"][0]["message"]["content"] == "second"
+
+
+async def test_after_a_restart_as_many_retries_get_as_many_answers():
+    log = MemoryLog()
+    async with serving(numbered(), log=log) as served:
+        key = (await served.client.start_session("t")).api_key
+        first = (await post(served, key, {"messages": HELLO})).json()["id"]
+    async with serving(numbered(), log=log) as served:
+        retry = {"x-stainless-retry-count": "1"}
+        again = await asyncio.gather(*(post(served, key, {"messages": HELLO}, headers=retry) for _ in range(3)))
+        ids = [reply.json()["id"] for reply in again]
+        assert first in ids
+        assert len(set(ids)) == 3

@@ -3,12 +3,12 @@
 A call lives on its own, apart from the connection that asked for it. Its client may go and come back within
 `grace_s` (SDKs re-post the same bytes after a time-out or a cut), and then it is the same call, with the same answer
 and ids. After that the engine is aborted, and the capture records what was sampled. Identical requests whose clients
-all wait are different calls: k samples. Nothing here knows a vendor's JSON.
+all wait are different calls: k samples, and k retries of them find a call each. Nothing here knows a vendor's JSON.
 """
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
@@ -18,7 +18,7 @@ import msgspec
 
 from rollbook.store.errors import LogClosed, LogWriteFailed
 
-from .capture import Capture, Hold
+from .capture import Capture, Hold, new_interaction_id
 from .config import ServeConfig
 from .errors import Busy, EngineFailed, EngineUnavailable, NotRecorded, ProxyError, SessionEnded
 from .request import Piece, Reply, Request
@@ -48,13 +48,6 @@ class Call:
         self.turn: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
         self._is_stopped = False
-
-    def can_be_joined_by(self, request: Request) -> bool:
-        """Whether a request that looks the same is this one, asked again."""
-        if self.has_gone or self.error is not None or self.request.body_sha256 != request.body_sha256:
-            return False
-        is_named = request.idempotency_key is not None and request.idempotency_key == self.request.idempotency_key
-        return is_named or request.is_retry or not self.clients
 
     @property
     def answer(self) -> list[Reply]:
@@ -90,10 +83,12 @@ class Call:
 
 
 class Client:
-    """One connection that waits for a call."""
+    """One connection that waits for a call. retries: how often it has been asked before, as the client says."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, retries: int) -> None:
         self.call = call
+        self.retries = retries
+        self.is_replaced = False  # a later try of the same client waits, too: this one's end was not noticed
         self.has_left = False
         self.is_served = False  # got all of it
         self.is_pausing = False  # what comes can wait
@@ -140,7 +135,8 @@ class Calls:
         self._sessions = sessions
         self._config = config
         self._is_open = False
-        self._waited: dict[tuple[str, str], Call] = {}  # undelivered calls, by session and body or idempotency key
+        self._waited: dict[_Key, list[Call]] = {}  # undelivered calls
+        self._failed: OrderedDict[_Key, int] = OrderedDict()  # tries that got no answer, and may be made again
         self._undelivered: deque[Call] = deque()  # those of them that are done, and nobody came back for yet
         self._running: set[Call] = set()
         self._turns: dict[str, deque[asyncio.Future[None]]] = {}
@@ -162,14 +158,18 @@ class Calls:
 
     def begin(self, session: Session, request: Request) -> Client:
         """Start a call, or join the one that this request repeats. Raises Busy."""
-        keys = _keys(session, request)
-        for key in keys:
-            known = self._waited.get(key)
-            if known is not None and known.can_be_joined_by(request):
-                return Client(known)
+        key = _key(session, request)
+        known = self._repeated(key, request)
+        if known is not None:
+            return Client(known, request.retries)
+        retries = request.retries
+        if retries and self._failed.get(key):
+            self._failed[key] -= 1
+            request = msgspec.structs.replace(request, retries=0)  # there is no answer to look for
         if not self._is_open:
             raise EngineUnavailable("the server is not running; come back when it is", retry_after_s=1)
         if session.calls >= self._config.max_concurrent and session.waiting >= self._config.max_waiting:
+            self._note_failure(key)
             raise Busy(
                 f"{session.calls} calls of this session are in progress and {session.waiting} wait, the most it may "
                 "have; wait for an answer",
@@ -177,13 +177,34 @@ class Calls:
             )
         call = Call(session, request)
         call.turn = self._queue(session)
-        for key in keys:
-            self._waited[key] = call
-        client = Client(call)
+        self._waited.setdefault(key, []).append(call)
+        client = Client(call, retries)
         self._running.add(call)
         # A task of our own, not of a task group: it is made for every call, and this is half the price.
         call.task = asyncio.get_running_loop().create_task(self._run(call))
         return client
+
+    def _repeated(self, key: "_Key", request: Request) -> Call | None:
+        """The call that a request is, asked again: any of its idempotency key; without one, a call whose client has
+        gone, or, where the client counts its retries, one that an earlier try seems to wait for."""
+        calls = [call for call in self._waited.get(key, ()) if not call.has_gone and call.error is None]
+        if request.idempotency_key is not None:
+            return next(iter(calls), None)
+        alone = next((call for call in calls if not call.clients), None)
+        if alone is not None or not request.retries:
+            return alone
+        waiting = (client for call in calls for client in call.clients)
+        earlier = next((one for one in waiting if one.retries < request.retries and not one.is_replaced), None)
+        if earlier is None:
+            return None
+        earlier.is_replaced = True
+        return earlier.call
+
+    def _note_failure(self, key: "_Key") -> None:
+        """A try has got no answer: who retries it is not to get that of another who sent the same."""
+        self._failed[key] = self._failed.pop(key, 0) + 1
+        if len(self._failed) > _KEPT:
+            self._failed.popitem(last=False)
 
     def finish(self, client: Client) -> None:
         """A connection is through with its call: it took the answer, or it left."""
@@ -195,7 +216,9 @@ class Calls:
             self._forget(call)
         elif not call.clients and not call.is_done:
             asyncio.get_running_loop().call_later(self._config.grace_s, self._abort_unless_awaited, call)
-        elif not call.clients and call.error is None:
+        elif call.error is not None:
+            self._note_failure(_key(call.session, call.request))
+        elif not call.clients:
             self._keep(call)
 
     def _keep(self, call: Call) -> None:
@@ -205,14 +228,18 @@ class Calls:
             self._forget(self._undelivered.popleft())
 
     def _forget(self, call: Call) -> None:
-        for key in _keys(call.session, call.request):
-            if self._waited.get(key) is call:
+        key = _key(call.session, call.request)
+        calls = self._waited.get(key, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
                 del self._waited[key]
 
     def _abort_unless_awaited(self, call: Call) -> None:
         if not call.clients and not call.is_done:
             call.has_gone = True
             self._forget(call)
+            self._note_failure(_key(call.session, call.request))
             call.stop()
 
     async def stop_session(self, session: Session) -> None:
@@ -220,8 +247,9 @@ class Calls:
         stopped = [c for c in self._running if c.session is session]
         for call in stopped:
             call.error = SessionEnded(f"session {session.episode_id} ended while this call was in progress")
-        for key in [k for k in self._waited if k[0] == session.episode_id]:
-            del self._waited[key]
+        for memory in (self._waited, self._failed):
+            for key in [key for key in memory if key[0] == session.episode_id]:
+                del memory[key]
         await self._stop(stopped)
 
     async def _stop(self, calls: list[Call]) -> None:
@@ -264,10 +292,12 @@ class Calls:
         if call.request.n == 1:
             await self._pump(call, 0, call.request)
             return
-        one = msgspec.structs.replace(call.request, n=1)
         failed: list[ProxyError] = []
+        # In order, so that the book can tell which answer was which choice.
+        ids = sorted(new_interaction_id(call.request.dialect) for _ in range(call.request.n))
 
         async def pump(choice: int) -> None:
+            one = msgspec.structs.replace(call.request, n=1, choice=choice, interaction_id=ids[choice])
             try:
                 await self._pump(call, choice, one)
             except ProxyError as error:
@@ -332,5 +362,9 @@ class Calls:
         session.calls -= 1
 
 
-def _keys(session: Session, request: Request) -> list[tuple[str, str]]:
-    return [(session.episode_id, key) for key in (request.body_sha256, request.idempotency_key) if key is not None]
+_Key = tuple[str, str | None, str | None]
+"""Session, body and idempotency key: what two requests must share to be the same one."""
+
+
+def _key(session: Session, request: Request) -> _Key:
+    return session.episode_id, request.body_sha256, request.idempotency_key

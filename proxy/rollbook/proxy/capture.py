@@ -61,6 +61,11 @@ _PATHS_SIZE = 2 << 20  # tokens of whole paths that are kept for the next turn
 T = TypeVar("T")
 
 
+def new_interaction_id(dialect: str) -> str:
+    """As the vendor's own ids begin."""
+    return new_id(_ID_PREFIX.get(dialect, "call"))
+
+
 class CaptureSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How prompts are made and replies read."""
 
@@ -100,7 +105,7 @@ class Node:
     is_orphan: bool = False  # its answer was not finished, or its client left
     is_trainable: bool = True
     has_children: bool = False
-    is_replayed: bool = False
+    given_to: int = 0  # the latest retry of its request that got it (`Request.retries`)
     idempotency_key: str | None = None
     origin_id: str | None = None  # in a fork: what it repeats
     place: tuple[str, int] | None = None  # writer and position in the log, once it is durable
@@ -344,7 +349,7 @@ class Capture:
                 async for item in self._replay(known, request):
                     yield item
                 return
-            call = _Call(request.interaction_id or new_id(_ID_PREFIX.get(request.dialect, "call")))
+            call = _Call(request.interaction_id or new_interaction_id(request.dialect))
             prompt: _Prompt | None = None
             try:
                 prompt = await self._prompt(episode, request, await self._most_tokens(request))
@@ -613,6 +618,7 @@ class Capture:
         )
         cut = call.reader.cut if call.reader is not None else None
         node = self._remember(episode, event, fact, None, said=said, cut=cut, tools=request.tools, told=match.messages)
+        node.given_to = request.retries
         self._keep_path(node, prompt.path.plus(call.output_ids))
         positions = await self._gather.append(event, *also)
         self._count(call, prompt)
@@ -740,19 +746,30 @@ class Capture:
     # ------------------------------------------------------------ retries
 
     def _answered(self, episode: Episode, request: Request) -> Node | None:
-        """The interaction that has answered this request already, where the client says that it is the same one."""
-        if request.body_sha256 is None or (request.idempotency_key is None and not request.is_retry):
+        """The interaction that has answered this request already, where the client says that it is the same one.
+
+        By its key it is found as often as it is asked for. Without one, several clients may have sent the same bytes:
+        each of them counts its retries, so an answer is given to one first retry, one second retry, and so on.
+        """
+        is_named = request.idempotency_key is not None
+        if request.body_sha256 is None or not (is_named or request.retries):
             return None
-        nodes = [n for n in episode.bodies.get(request.body_sha256, ()) if not n.is_orphan and n.place is not None]
-        if request.idempotency_key is not None:
-            nodes = [n for n in nodes if n.idempotency_key == request.idempotency_key]
-        else:
-            nodes = [n for n in nodes if not n.has_children]
-        return next((n for n in nodes if not n.is_replayed), nodes[-1] if nodes else None)
+        nodes = [
+            node
+            for node in episode.bodies.get(request.body_sha256, ())
+            if node.idempotency_key == request.idempotency_key
+        ]
+        # In the order of their ids, which is that of the choices of a request.
+        whole = sorted((n for n in nodes if not n.is_orphan and n.place is not None), key=lambda n: n.interaction_id)
+        if is_named:
+            return whole[request.choice] if request.choice < len(whole) else None
+        if any(node.is_orphan and not node.has_children for node in nodes):
+            return None  # it is that one, which broke off, that is asked again
+        return next((n for n in whole if n.given_to < request.retries and not n.has_children), None)
 
     async def _replay(self, node: Node, request: Request) -> AsyncIterator[Piece | Reply]:
         """An answer that is in the book, once more."""
-        node.is_replayed = True
+        node.given_to = request.retries
         assert node.place is not None
         rows = await anyio.to_thread.run_sync(self._log.gather, [node.place])
         [event] = from_batch(rows.combine_chunks().to_batches()[0])

@@ -36,7 +36,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     # led by a system message that replaces the parent's, if any.
     parent_id: str | None = None
     idempotency_key: str | None = None
-    is_retry: bool = False  # the client says that it has sent this before
+    retries: int = 0  # how often the client says that it has sent this before
+    choice: int = 0  # which of several answers to one request this is
     body_sha256: str | None = None
     response_format: dict[str, Any] | None = None
     role: str | None = None  # which of several agents asks

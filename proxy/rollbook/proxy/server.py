@@ -257,7 +257,7 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
             asked,
             body_sha256=hashlib.sha256(body).hexdigest() if was_read is None else was_read.sha256,
             idempotency_key=headers.get(b"idempotency-key", b"").decode("latin-1") or None,
-            is_retry=headers.get(b"x-stainless-retry-count", b"0") != b"0",
+            retries=_retries(headers.get(b"x-stainless-retry-count", b"0")),
             role=headers.get(b"x-rollbook-role", b"").decode("latin-1") or asked.role,
         )
         client = service.calls.begin(session, request)
@@ -286,6 +286,10 @@ async def complete(service: Service, dialect: Dialect, scope: Scope, receive: Re
         service.metrics.answered(dialect.name, status, kind, time.perf_counter() - began)
         if span is not None and service.spans is not None:
             service.spans.end(span, dialect.name, client, status, wrong)
+
+
+def _retries(said: bytes) -> int:
+    return int(said) if said.isdigit() and len(said) < 10 else 1
 
 
 async def _serve_call(
