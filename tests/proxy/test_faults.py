@@ -258,7 +258,7 @@ async def test_a_cut_upstream_is_an_error_to_every_client_and_never_a_clean_fini
 
 
 class FullLog(MemoryLog):
-    """A disk that refuses when told to."""
+    """A disk that refuses from when it is told to; a log then takes no more."""
 
     is_full = False
 
@@ -269,26 +269,39 @@ class FullLog(MemoryLog):
 
 
 async def test_what_cannot_be_recorded_is_not_answered():
-    log = FullLog()
-    async with serving(lambda _: said("hello"), log=log) as served:
+    log, asked = FullLog(), []
+    async with serving(lambda asking: asked.append(asking) or said("hello"), log=log) as served:
         started = await served.client.start_session("t")
         log.is_full = True
         reply = await post(served, started.api_key, {"messages": HELLO})
         assert reply.status_code == 503
         assert reply.headers["x-should-retry"] == "false"
         assert "no space left" in reply.json()["error"]["message"]
-        streamed = await post(served, started.api_key, {"messages": HELLO, "stream": True})
-        assert "[DONE]" not in streamed.text
-        assert "not_recorded" in streamed.text
         async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
+            health = await http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "failed")
+            assert "no space left" in health.json()["reason"]
             for path, body in (
                 ("start_session", {"task_id": "t"}),
                 ("end_session", {"session_id": started.session_id}),
             ):
                 refused = await http.post(f"/rl/{path}", json=body, headers={"x-api-key": served.service.admin_key})
                 assert refused.status_code == 503
-        log.is_full = False
-        assert (await post(served, started.api_key, {"messages": HELLO})).status_code == 200
+        asked_before = len(asked)
+        for is_stream in (False, True):  # nothing is sampled that cannot be kept
+            refused = await post(served, started.api_key, {"messages": HELLO, "stream": is_stream})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_recorded")
+        assert len(asked) == asked_before
+
+
+async def test_a_stream_that_cannot_be_recorded_does_not_end_well():
+    log = FullLog()
+    async with serving(lambda _: said("hello"), log=log) as served:
+        started = await served.client.start_session("t")
+        log.is_full = True
+        streamed = await post(served, started.api_key, {"messages": HELLO, "stream": True})
+        assert "[DONE]" not in streamed.text
+        assert "not_recorded" in streamed.text
 
 
 async def test_the_end_of_a_session_ends_its_calls_and_comes_after_them_in_the_book():

@@ -1,10 +1,12 @@
 """Several engines as one: the engines' contract either way of updating, and where requests go."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
@@ -248,3 +250,28 @@ async def test_weights_that_all_refuse_change_nothing_and_one_that_refuses_alone
         for i in range(6):
             await collect(replicas, generation([i], max_tokens=4))
         assert 0 not in {name for what, name in happened if what == "asked"}
+
+
+async def test_an_engine_that_runs_for_somebody_else_goes_on_and_the_others_are_left() -> None:
+    running, fresh = one(), one()
+    async with running:
+        with pytest.raises(RuntimeError, match="runs already"):
+            async with Replicas([fresh, running]):
+                pass
+        assert len(ids_of(await collect(running, generation([5], max_tokens=3)))) == 3
+        assert not (await fresh.health()).is_ready
+    async with Replicas([fresh, running]) as both:
+        assert len(ids_of(await collect(both, generation([5], max_tokens=3)))) == 3
+
+
+async def test_a_second_entering_while_the_first_one_starts_ends_nothing(folder: Path) -> None:
+    replicas = Replicas([EmbeddedEngine(folder, device="cpu", threads=1)])
+    first = asyncio.ensure_future(replicas.__aenter__())
+    await anyio.lowlevel.checkpoint()
+    with pytest.raises(RuntimeError, match="runs already"):
+        await replicas.__aenter__()
+    try:
+        await first
+        assert len(ids_of(await collect(replicas, generation([5], max_tokens=3)))) == 3
+    finally:
+        await replicas.__aexit__(None, None, None)

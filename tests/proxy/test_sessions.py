@@ -1,5 +1,6 @@
 """Sessions over HTTP: who may do what, what the book gets, and what a restart knows."""
 
+import asyncio
 import hashlib
 
 import anyio
@@ -11,7 +12,7 @@ from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
 from rollbook.proxy.server import Service
-from rollbook.store import MemoryLog
+from rollbook.store import DirectoryLog, MemoryLog
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin-key-of-the-tests"
@@ -204,6 +205,43 @@ async def test_permits_gate_sessions_and_run_out():
         await anyio.sleep(0.25)
         with pytest.raises(Busy):
             await served.client.start_session("t2")
+
+
+async def test_more_sessions_than_there_may_be_are_refused_also_at_once(tmp_path):
+    config = ServeConfig(admin_key=ADMIN, max_sessions=3)
+    log = DirectoryLog(tmp_path / "book", writer="server")
+    try:
+        async with serving(answer, config=config, log=log) as served:
+            headers = {"authorization": f"Bearer {ADMIN}"}
+            async with httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False, headers=headers) as http:
+                starts = (http.post("/rl/start_session", json={"task_id": "t"}) for _ in range(12))
+                statuses = [reply.status_code for reply in await asyncio.gather(*starts)]
+            assert sorted(statuses) == [200] * 3 + [429] * 9
+    finally:
+        log.close()
+
+
+async def test_a_start_that_is_refused_costs_no_permit_and_ends_no_session():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, needs_permit=True)) as served:
+        await served.client.grant_capacity()
+        held = await served.client.start_session("t1")
+        await served.client.grant_capacity()
+        with pytest.raises(NotFound):
+            await served.client.start_session(
+                "t1", api_key=held.api_key, refresh=True, origin_interaction_id="chatcmpl_nobody"
+            )
+        assert (await ask(served, held.api_key)).status_code == 200
+        await served.client.start_session("t2")
+
+
+async def test_a_reward_may_be_true_or_false():
+    async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
+        started = await served.client.start_session("t1")
+        await ask(served, started.api_key)
+        for reward in (True, False):
+            body = {"reward": reward}
+            assert (await http.post("/rl/set_reward", headers={"x-api-key": started.api_key}, json=body)).is_success
+        assert [event.fact.value for event in served.events("RewardGiven")] == [1.0, 0.0]
 
 
 async def test_an_idle_session_is_abandoned_with_its_data():

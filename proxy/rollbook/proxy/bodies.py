@@ -36,7 +36,7 @@ class SetReward(msgspec.Struct, frozen=True, kw_only=True):
     digits) twice is one reward.
     """
 
-    reward: float
+    reward: float | bool
     interaction_id: str | None = None
     target: Literal["interaction", "episode"] | None = None
     session_id: str | None = None

@@ -135,6 +135,7 @@ class Calls:
         self._sessions = sessions
         self._config = config
         self._is_open = False
+        self.log_failure: str | None = None  # why the log takes no more, from then on
         self._waited: dict[_Key, list[Call]] = {}  # undelivered calls
         self._failed: OrderedDict[_Key, int] = OrderedDict()  # tries that got no answer, and may be made again
         self._undelivered: deque[Call] = deque()  # those of them that are done, and nobody came back for yet
@@ -168,6 +169,8 @@ class Calls:
             request = msgspec.structs.replace(request, retries=0)  # there is no answer to look for
         if not self._is_open:
             raise EngineUnavailable("the server is not running; come back when it is", retry_after_s=1)
+        if self.log_failure is not None:
+            raise NotRecorded(f"an answer could not be recorded, so none is sampled: {self.log_failure}")
         if session.calls >= self._config.max_concurrent and session.waiting >= self._config.max_waiting:
             self._note_failure(key)
             raise Busy(
@@ -274,6 +277,7 @@ class Calls:
             call.error = error
         except (LogWriteFailed, LogClosed) as error:
             _log.error("an answer could not be recorded and was not given: %s", error)
+            self.log_failure = str(error)
             call.error = NotRecorded(f"the answer could not be recorded, so it was not given: {error}")
         except Exception:
             _log.exception("a model call failed in a way that nobody foresaw")

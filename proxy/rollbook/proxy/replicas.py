@@ -86,13 +86,12 @@ class Replicas:
     async def __aenter__(self) -> Self:
         refuse_twice(self._is_open)
         async with AsyncExitStack() as stack:
-            for replica in self._replicas:
-                stack.push_async_exit(replica.engine)  # type: ignore[type-var]
-            # Side by side: a server takes minutes. Leaving one that was never entered is nothing.
-            started = await asyncio.gather(
-                *(replica.engine.__aenter__() for replica in self._replicas),  # type: ignore[attr-defined]
-                return_exceptions=True,
-            )
+
+            async def enter(replica: _Replica) -> None:
+                await stack.enter_async_context(replica.engine)  # type: ignore[arg-type]
+
+            # Side by side: a server takes minutes. Only those that were entered are left: one may run for others.
+            started = await asyncio.gather(*map(enter, self._replicas), return_exceptions=True)
             for outcome in started:
                 if isinstance(outcome, BaseException):
                     raise outcome

@@ -569,19 +569,20 @@ async def get_weights(request: AnyRequest, service: Served) -> dict[str, int]:
 
 @get(["/health", "/v1/health"])
 async def health(service: Served) -> Response[dict[str, Any]]:
-    """Whether the server answers; 503 while its engine does not."""
-    engine = await service.engine.health()
+    """Whether the server answers; 503 while its engine does not, and when its log takes no more."""
+    engine, log_failure = await service.engine.health(), service.calls.log_failure
+    is_well = engine.is_ready and log_failure is None
     return Response(
         {
-            "status": "ok" if engine.is_ready else "starting",
-            "reason": engine.reason,
+            "status": "ok" if is_well else "starting" if log_failure is None else "failed",
+            "reason": log_failure or engine.reason,
             "version": engine.version,
             "run_id": service.config.run_id,
             "sessions": len(service.sessions.open),
             "calls": service.calls.running,
             "engine": msgspec.to_builtins(engine),
         },
-        status_code=200 if engine.is_ready else 503,
+        status_code=200 if is_well else 503,
     )
 
 

@@ -243,13 +243,16 @@ class Sessions:
                 raise Conflict(
                     f"this api_key is bound to the open session {held.episode_id}; end that, or use another key"
                 )
+        fork = None if body.origin_interaction_id is None else await self._fork(body.origin_interaction_id)
+        if held is not None:
             await self._end(held, "done", "refreshed")
+        # From here to the log nothing is waited for: what is looked at holds until the session counts.
         if body.session_id is not None and (
             body.session_id in self._open or body.session_id in self._ended_ids or body.session_id in self._opening
         ):
             raise Conflict(f"session_id {body.session_id!r} is taken; leave it out to get a new one")
-        if len(self._open) >= self._config.max_sessions:
-            raise Busy(f"{len(self._open)} sessions are open, the most this server keeps", retry_after_s=5)
+        if len(self._open) + len(self._opening) >= self._config.max_sessions:
+            raise Busy(f"{self._config.max_sessions} sessions are open, the most this server keeps", retry_after_s=5)
         if not self.permits.take() and self._config.needs_permit:
             raise Busy("no permit is free; POST /grant_capacity gives one", retry_after_s=1)
         session = Session(
@@ -260,7 +263,6 @@ class Sessions:
             last_used=self._clock(),
             origin_id=body.origin_interaction_id,
         )
-        fork = None if session.origin_id is None else await self._fork(session.origin_id)
         session.episode = self._capture.open(session.episode_id, run_id=session.run_id)
         session.episode.fork = fork
         # Learners count in groups; a conversation that nobody drew is a group of its own.
@@ -303,7 +305,7 @@ class Sessions:
             raise BadRequest(f"a span must be 0 <= start < end, got [{body.start}, {body.end})", param="start")
         target = await self._target(session, body)
         fact = RewardGiven(
-            value=body.reward,
+            value=float(body.reward),
             name=body.name,
             weight=body.weight,
             source=body.source,
