@@ -214,6 +214,9 @@ def test_prune_ends_what_an_earlier_one_began(spoken_book: Path, capsys: pytest.
 def test_prune_wants_a_condition_that_reads(spoken_book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = said(capsys, "prune", str(spoken_book), "--where", "nonsense = 1", "--yes")
     assert (status, "nonsense" in text, "docs/sql.md" in text) == (1, True, True)
+    for command in (("prune", "--yes"), ("rescore", "--model", "tiny", "--name", "x")):
+        status, text = said(capsys, command[0], str(spoken_book), *command[1:], "--where", "true) or (true")
+        assert (status, "got 'true) or (true'" in text) == (1, True), "it would take the open episode along"
     assert said(capsys, "prune", str(spoken_book), "--yes")[0] == 2
     assert len(has_tokens(spoken_book)) == 3
 

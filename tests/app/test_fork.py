@@ -17,13 +17,13 @@ from proxy_serving import BYTES, Served, said, serving
 from rollbook.agents.data import Task
 from rollbook.agents.runner import Episode, Runner
 from rollbook.app.examples import examples_folder
-from rollbook.app.fork import Again, NotForked, fork_on, task_of, todays_policy, way_to
+from rollbook.app.fork import Again, NotForked, fork, fork_on, task_of, todays_policy, way_to
 from rollbook.learner.batches import load_rows
 from rollbook.learner.config import CreditConfig
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Generation
 from rollbook.proxy.errors import NotFound
-from rollbook.store import MemoryLog, open_book
+from rollbook.store import EpisodeOpened, Event, InteractionRecorded, MemoryLog, open_book, prune
 from rollbook.store.book import Book
 from rollbook.store.selection import Selection
 
@@ -178,6 +178,20 @@ async def test_a_fork_goes_on_after_a_restart_of_the_server() -> None:
         rows = book.sql("select origin_id from interactions where origin_id is not null order by depth")
         assert rows["origin_id"].to_pylist() == ids[:2]
         assert messages[-1]["content"].startswith("v7 answer")
+
+
+@pytest.mark.parametrize("agent", [None, Looks()])
+def test_what_was_pruned_cannot_be_forked(tmp_path: Path, agent: Looks | None) -> None:
+    with open_book(tmp_path / "book", writer="test") as book:
+        tokens = {"prompt_ids": np.zeros(1, np.int32)}
+        fact = InteractionRecorded(prompt_length=1)
+        book.log.append_blocking(
+            Event(run_id="r", episode_id="ep", fact=EpisodeOpened(task_id="t", task={"messages": []})),
+            Event(run_id="r", episode_id="ep", interaction_id="call", fact=fact, **tokens),
+        )
+    prune(tmp_path / "book", interaction_ids=["call"])
+    with pytest.raises(NotForked, match="the prompt of call was pruned"):
+        fork(tmp_path / "book", "call", agent, serve_args=[])
 
 
 async def test_what_is_not_in_the_book_cannot_be_forked() -> None:

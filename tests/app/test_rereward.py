@@ -10,7 +10,20 @@ from rollbook.agents.errors import WorkflowError
 from rollbook.app.cli import main
 from rollbook.app.judging import Pace, judge_episodes, judge_of
 from rollbook.app.rereward import Outcome, difference, reward_by_function, reward_by_sql
-from rollbook.store import BadSelection, EpisodeClosed, EpisodeOpened, Event, RewardGiven, open_book
+from rollbook.store import (
+    BadSelection,
+    EpisodeClosed,
+    EpisodeOpened,
+    Event,
+    InteractionRecorded,
+    Messages,
+    PayloadPruned,
+    RewardGiven,
+    open_book,
+    prune,
+)
+from rollbook.store.events import encode_messages
+from rollbook.store.selection import Selection
 
 JUDGES = """
 async def late(episode):
@@ -123,6 +136,67 @@ def test_sql_judges_by_columns_and_other_rewards(book_path: str) -> None:
     assert judged(reward_by_sql(book_path, "1", name="all", where="true -- a comment")) == (3, 0, 0, 0)
 
 
+def test_going_back_to_an_earlier_judge_brings_its_rewards_back(book_path: str, tmp_path: Path) -> None:
+    function = f"{tmp_path}/my_rewards.py:score"
+    for n_again in (0, 3):
+        assert judged(reward_by_function(book_path, function, name="v2", processes=1)) == (3, 0, 0, 0)
+        assert rewards(book_path, "v2") == {"ep_0": 1, "ep_1": 2, "ep_2": 3}
+        assert judged(reward_by_sql(book_path, "reward * 10", name="v2")) == (3, 0, 0, 0)
+        assert rewards(book_path, "v2") == {"ep_0": 0, "ep_1": 10, "ep_2": 20}
+        assert judged(reward_by_sql(book_path, "reward * 10", name="v2")) == (0, 0, 0, 3), n_again
+    with open_book(book_path, writer="person") as book:
+        corrected = RewardGiven(value=7.0, name="v2", source="somebody")
+        book.log.append_blocking(Event(run_id="r", episode_id="ep_0", fact=corrected))
+    assert judged(reward_by_sql(book_path, "reward * 10", name="v2")) == (0, 0, 0, 3)
+    assert rewards(book_path, "v2")["ep_0"] == 7, "what somebody corrected stays"
+
+
+def test_sql_judges_again_where_what_it_reads_was_corrected(book_path: str) -> None:
+    assert judged(reward_by_sql(book_path, "reward + 1", name="up")) == (3, 0, 0, 0)
+    assert judged(reward_by_sql(book_path, "up + 1", name="upper")) == (3, 0, 0, 0)
+    with open_book(book_path, writer="person") as book:
+        book.log.append_blocking(Event(run_id="r", episode_id="ep_1", fact=RewardGiven(value=5.0)))
+    assert judged(reward_by_sql(book_path, "reward + 1", name="up")) == (1, 0, 0, 2)
+    assert judged(reward_by_sql(book_path, "up + 1", name="upper")) == (1, 0, 0, 2)
+    assert rewards(book_path, "upper") == {"ep_0": 2, "ep_1": 7, "ep_2": 4}
+    assert judged(reward_by_sql(book_path, "up * 2", name="up")) == (3, 0, 0, 0)
+    assert judged(reward_by_sql(book_path, "up * 2", name="up")) == (0, 0, 0, 3), "it does not feed on itself"
+
+
+def test_sql_knows_names_as_they_are_written_and_columns_by_themselves(book_path: str) -> None:
+    assert judged(reward_by_sql(book_path, "reward + 1", name="Acc")) == (3, 0, 0, 0)
+    assert judged(reward_by_sql(book_path, "Acc * 2", name="twice")) == (3, 0, 0, 0)
+    assert rewards(book_path, "twice") == {"ep_0": 2, "ep_1": 4, "ep_2": 6}
+    assert judged(reward_by_sql(book_path, "n_interactions", name="length")) == (3, 0, 0, 0)
+    assert rewards(book_path, "length") == {"ep_0": 0, "ep_1": 0, "ep_2": 0}
+    with open_book(book_path) as book:
+        discards = book.discards(Selection(reward="Acc - 1", is_trainable=False)).to_pylist()
+    assert [(one["episode_id"], one["reason"]) for one in discards] == [("ep_3", "open")]
+
+
+def test_a_function_does_not_judge_what_was_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_book(tmp_path / "book", writer="test") as book:
+        for name in ("ep_0", "ep_1"):
+            said = Messages(request=[], reply={"role": "assistant", "content": "hello"})
+            call = InteractionRecorded(prompt_length=0)
+            book.log.append_blocking(
+                Event(run_id="r", episode_id=name, fact=EpisodeOpened(task_id="t")),
+                Event(run_id="r", episode_id=name, interaction_id=name, fact=call, messages=encode_messages(said)),
+                Event(run_id="r", episode_id=name, fact=EpisodeClosed(state="done")),
+            )
+    prune(tmp_path / "book", episode_ids=["ep_0"])
+    (tmp_path / "brief.py").write_text("def brief(e): return 10 - len(e.interactions[-1].reply.get('content') or '')")
+    main(["reward", str(tmp_path / "book"), f"{tmp_path}/brief.py:brief", "--name", "brief", "--processes", "1"])
+    assert "1 left out since they were pruned" in " ".join(capsys.readouterr().out.split())
+    assert rewards(str(tmp_path / "book"), "brief") == {"ep_1": 5}
+    with open_book(tmp_path / "book") as book:
+        gone, there = (book.episode(name).interactions[0] for name in ("ep_0", "ep_1"))
+        assert (gone.is_pruned, there.is_pruned, there.reply["content"]) == (True, False, "hello")
+        for name in ("request", "reply", "messages", "tools"):
+            with pytest.raises(PayloadPruned, match="the messages of ep_0 were pruned"):
+                getattr(gone, name)
+
+
 @pytest.mark.parametrize(("expression", "got"), [("1 / reward", "inf"), ("0 / reward", "nan"), ("ln(reward)", "-inf")])
 def test_sql_that_gives_no_finite_number_is_a_recorded_failure_and_null_is_no_opinion(
     book_path: str, expression: str, got: str
@@ -134,7 +208,7 @@ def test_sql_that_gives_no_finite_number_is_a_recorded_failure_and_null_is_no_op
         (failure,) = book.sql("select episode_id, error, message from failures").to_pylist()
     assert (failure["episode_id"], failure["error"]) == ("ep_0", "RewardFailed")
     assert failure["message"].endswith(f"expected a finite number or NULL, got {got}")
-    assert judged(reward_by_sql(book_path, only_two, name="w")) == (0, 1, 1, 0), "what failed is tried again"
+    assert judged(reward_by_sql(book_path, only_two, name="w")) == (0, 1, 1, 1), "what failed is tried again"
 
 
 def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +221,7 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)[0]["moved"] == 2
     main(["reward", book_path, "reward * 2", "--sql", "--name", "double", "--json"])
     said = json.loads(capsys.readouterr().out)
-    assert (said["name"], said["n_judged"], said["n_skipped"]) == ("double", 0, 0)
+    assert (said["name"], said["n_judged"], said["n_skipped"]) == ("double", 0, 3)
     main(["sql", book_path, "select count(*) as n from episodes", "--json"])
     assert json.loads(capsys.readouterr().out) == [{"n": 4}]
     main(["reward", book_path, f"{tmp_path}/my_rewards.py:score", "--name", "v2", "--json"])  # nothing is left to judge
@@ -169,6 +243,14 @@ def test_the_commands(book_path: str, tmp_path: Path, capsys: pytest.CaptureFixt
             "cannot be computed: Invalid Input Error",
         ),
         (["reward", "BOOK", "state::double", "--sql", "--name", "v"], "Could not convert string 'done'"),
+        (
+            ["reward", "BOOK", "unnest([reward, 1])", "--sql", "--name", "v"],
+            "has an unnest; expected a value of one row",
+        ),
+        (["reward", "BOOK", "1", "--sql", "--name", "v", "--where", "false) or (true"], "got 'false) or (true'"),
+        (["reward", "BOOK", "my_rewards.py:score", "--name", "v", "--where", "false) or (true"], "false) or (true"),
+        (["reward", "BOOK", "reward) + (1", "--sql", "--name", "v"], "got 'reward) + (1'"),
+        (["reward", "BOOK", "V1 + v1", "--sql", "--name", "v"], "names V1 and v1, which are one column in SQL"),
         (["reward", "BOOK", "nonsense(reward)", "--sql", "--name", "v"], "nonsense does not exist"),
         (["rewards", "BOOK", "reward", "v2"], "the book has no reward v2; it has reward"),
         (["replay", "BOOK", "ep_0", "json.JSONDecoder", "--tokenizer", "tiny"], "kept no dataset row of ep_0"),

@@ -232,9 +232,10 @@ def _reward(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"name": args.name, **vars(outcome)}))
         return
+    pruned = f", {outcome.n_pruned} left out since they were pruned" if outcome.n_pruned else ""
     out.print(
         f"{outcome.n_judged} episodes judged as {args.name!r} by {outcome.source}; {outcome.n_no_opinion} without an "
-        f"opinion, {outcome.n_failed} failed (table `failures`), {outcome.n_skipped} judged by it before",
+        f"opinion, {outcome.n_failed} failed (table `failures`), {outcome.n_skipped} judged by it before{pruned}",
         highlight=False,
     )
 

@@ -187,7 +187,11 @@ def fork(
     answer; None: the newest policy of the interaction's run. Raises NotForked.
     """
     with open_book(book_path) as book:
-        agent = Again(way_to(book, interaction_id)) if workflow is None else workflow
+        way = way_to(book, interaction_id)
+        if (row := way[-1].row)["is_pruned"] or row["is_broken"]:
+            why = "was pruned" if row["is_pruned"] else "is lost in part"
+            raise NotForked(f"the prompt of {interaction_id} {why}, so nothing can go on from it; choose another")
+        agent = Again(way) if workflow is None else workflow
         task = task_of(book, interaction_id)
         serve_args = todays_policy(book, interaction_id) if serve_args is None else serve_args
         done = book.sql(

@@ -26,6 +26,7 @@ from rollbook.store.canned import CANNED
 from rollbook.store.connection import is_url, open_anywhere
 from rollbook.store.credit import Scheme
 from rollbook.store.episodes import Episode, Interaction
+from rollbook.store.expressions import in_parentheses
 from rollbook.store.verify import verify
 
 from .launch import ADMIN_KEY
@@ -190,9 +191,10 @@ def _find(book: Book, what: str, time: str, name: str, help_: str) -> str:
 
 def find_ended(book_path: str, where: str) -> list[str]:
     """Ids of the ended episodes for which the SQL condition holds. Raises StoreError."""
+    query = f"select episode_id from episodes where state <> 'open' and {in_parentheses(where)} order by episode_id"
     with open_book(book_path) as book:
         try:
-            found = book.sql(f"select episode_id from episodes where state <> 'open' and ({where}) order by episode_id")
+            found = book.sql(query)
         except duckdb.Error as error:
             raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the columns of `episodes`)") from error
     ids: list[str] = found["episode_id"].to_pylist()
@@ -297,7 +299,7 @@ def _tree(episode: Episode, credits_of: dict[str, float | None], shown: _Shown) 
 
 def _add(under: Tree, one: Interaction, credit: float | None, shown: _Shown) -> None:
     row = one.row
-    for message in one.request:
+    for message in () if one.is_pruned else one.request:
         under.add(Text.assemble((f"{message.get('role', '?')}: ", "cyan"), _said(message)))
     facts = [f"prompt {row['n_prompt']}"]
     if row["n_shared"]:
@@ -315,7 +317,7 @@ def _add(under: Tree, one: Interaction, credit: float | None, shown: _Shown) -> 
         facts.append(f"{row['edge']}: {row['cause']}")
     facts += [f"{reward['name']} {reward['value']:g} by {reward['source']}" for reward in one.rewards]
     whole = "" if shown.spell else _overall(one, credit, shown)
-    said = _said(one.reply)
+    said = "" if one.is_pruned else _said(one.reply)
     node = under.add(Text.assemble(("assistant: ", "green"), (said, whole), (f"  [{', '.join(facts)}]", "dim")))
     if shown.spell is None or not shown.n_tokens or not row["n_output"] or row["is_pruned"]:
         return
@@ -408,8 +410,8 @@ def _plain(episode: Episode, credits_of: dict[str, float | None]) -> dict[str, A
         "interactions": [
             {
                 **one.row,
-                "request": one.request,
-                "reply": one.reply,
+                "request": None if one.is_pruned else one.request,
+                "reply": None if one.is_pruned else one.reply,
                 "rewards": one.rewards,
                 "credit": credits_of.get(one.interaction_id),
                 **{name: _tokens(one, name) for name in ("prompt_ids", "output_ids", "logprobs", "versions")},

@@ -3,7 +3,7 @@
 A function gets an `Episode` (its row, its interactions with messages and tokens, its rewards so far) and returns a
 number, {interaction_id: number}, or None for no opinion; it may be async. Rewards are appended as events under a name,
 with the function's id and the hash of its source, so that versions stand side by side and training chooses by name.
-Doing it again judges only what this very function has not judged yet; what it failed on is recorded and tried again.
+Doing it again judges only what this very function did not judge last; what it failed on is recorded and tried again.
 """
 
 import hashlib
@@ -22,11 +22,12 @@ import duckdb
 
 from rollbook.agents.errors import WorkflowError
 from rollbook.store import BadSelection, Book, Event, QueryRefused, RewardGiven, open_book
-from rollbook.store.credit import EPISODE_COLUMNS, is_reward_name
+from rollbook.store.credit import EPISODE_COLUMNS, computed_rewards_query, is_equal_sql, is_reward_name
 from rollbook.store.directory import read_manifest
 from rollbook.store.episodes import EpisodeRows
 from rollbook.store.events import failed_judgement
-from rollbook.store.expressions import literal, parse
+from rollbook.store.expressions import in_parentheses, literal, parse
+from rollbook.store.schema import current_rewards_sql
 
 from .judging import Judged, Pace, is_async, judge_of
 
@@ -49,7 +50,8 @@ class Outcome:
     n_judged: int = 0
     n_failed: int = 0
     n_no_opinion: int = 0
-    n_skipped: int = 0  # judged by this very function before
+    n_skipped: int = 0  # judged by this very judge, and by no other since
+    n_pruned: int = 0  # left out: what was said in them is gone
 
 
 class _Process:
@@ -147,7 +149,8 @@ def reward_by_function(
     batch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Judge the ended episodes for which the SQL condition `where` is true; how fast is `Pace`'s.
+    """Judge the ended episodes for which the SQL condition `where` is true, but those that were pruned, of which a
+    function would see less than there was; how fast is `Pace`'s.
 
     What is judged is appended chunk by chunk, so that after a kill the same call judges the rest. progress: called with
     (done, of). Raises WorkflowError for a function that cannot be had, or whose process dies.
@@ -159,19 +162,14 @@ def reward_by_function(
         _Judges(book_path, function, pace) as judges,
         open_book(book_path, writer=f"reward-{os.getpid()}") as book,
     ):
-        condition = f"and ({where})" if where else ""
-        ids: list[str] = _ask(
-            book, f"select episode_id from episodes where state <> 'open' {condition} order by opened_at, episode_id"
-        )["episode_id"].to_pylist()
-        judged: set[str] = set(
-            book.sql("select distinct episode_id from rewards where name = ? and source = ?", [name, source])[
-                "episode_id"
-            ].to_pylist()
-        )
+        whole = f"{_ended(where)} and episode_id not in (select episode_id from interactions where is_pruned)"
+        ids: list[str] = _ask(book, f"{whole} order by opened_at, episode_id")["episode_id"].to_pylist()
+        judged: set[str] = set(book.sql(_judged_last(name, source))["episode_id"].to_pylist())
         run_of = dict(
             zip(*(column.to_pylist() for column in book.sql("select episode_id, run_id from episodes")), strict=True)
         )
-        outcome = Outcome(source, n_skipped=sum(i in judged for i in ids))
+        n_pruned = _count(book, _ended(where)) - len(ids)
+        outcome = Outcome(source, n_skipped=sum(i in judged for i in ids), n_pruned=n_pruned)
         ids = [i for i in ids if i not in judged]
         done = 0
         for chunk in judges.judge(book, ids):
@@ -201,21 +199,53 @@ def reward_by_sql(book_path: str, expression: str, *, name: str, where: str | No
     """Judge ended episodes by an expression over the episodes table and the names of other rewards. NULL: no opinion;
     what is no finite number has failed, as with a function.
 
+    What it judged before it judges again where its value is another now, since what it reads may have been corrected;
+    but not where it reads the reward that it gives.
+
     Raises BadSelection for an expression that cannot be read or names a reward that the book does not have.
     """
     source = f"sql@{hashlib.sha256(expression.encode()).hexdigest()[:12]}"
-    condition = f"and ({where}\n)" if where else ""
-    wanted = (
-        f"select episode_id from episodes where state <> 'open' {condition} except "
-        f"select episode_id from rewards where name = {literal(name)} and source = {literal(source)}"
-    )
+    ended, judged = _ended(where), _judged_last(name, source)
     read_manifest(Path(book_path))
     with open_book(book_path, writer=f"reward-{os.getpid()}") as book:
-        names = {expression} if is_reward_name(expression) else parse(expression).columns - EPISODE_COLUMNS
+        if expression.lower() in EPISODE_COLUMNS - {"reward"} - _given(book):
+            expression = f"({expression})"  # or it would be a reward's name
+        if is_reward_name(expression):
+            read = names = [expression.strip('"')]
+        else:
+            parsed = parse(expression)
+            read, names = list(parsed.columns), parsed.beyond(EPISODE_COLUMNS)
         _want_rewards(book, *names)
-        n_wanted: int = _ask(book, f"select count(*) as n from ({wanted})")["n"][0].as_py()
+        wanted, known = f"{ended} except {judged}", f"{ended} intersect {judged}"
+        n_known = _count(book, known)
+        if n_known and name.lower() not in {column.lower() for column in read}:  # or it would feed on itself
+            mine = f"(from rewards where name = {literal(name)} and source = {literal(source)})"
+            is_same = is_equal_sql("least(c.value, r.value)", "greatest(c.value, r.value)")
+            wanted = f"""({wanted}) union (
+                select episode_id from ({computed_rewards_query(expression, known)}) c
+                join ({current_rewards_sql(mine)}) r using (episode_id)
+                where not isfinite(c.value) or not {is_same}
+            )"""
+        n_wanted = _count(book, wanted)
         n_judged, n_failed = book.rereward(expression, name=name, source=source, episodes=wanted)
-    return Outcome(source, n_judged=n_judged, n_failed=n_failed, n_no_opinion=n_wanted - n_judged - n_failed)
+        n_skipped = _count(book, ended) - n_wanted
+    return Outcome(source, n_judged, n_failed, n_wanted - n_judged - n_failed, n_skipped)
+
+
+def _ended(where: str | None) -> str:
+    """SQL for the ids of the ended episodes for which a condition holds. Raises BadSelection."""
+    condition = f" and {in_parentheses(where)}" if where else ""
+    return f"select episode_id from episodes where state <> 'open'{condition}"
+
+
+def _judged_last(name: str, source: str) -> str:
+    """SQL for the ids of the episodes that no other judge has judged under this name since this one did.
+
+    Who is no judge of ours (an agent, a person who corrects) does not count, or the next pass would undo it.
+    """
+    return f"""select episode_id from rewards
+        where name = {literal(name)} and regexp_matches(source, '@[0-9a-f]{{12}}$')
+        group by episode_id having arg_max(source, {{'at': given_at, 'id': event_id}}) = {literal(source)}"""
 
 
 def _ask(book: Book, statement: str) -> Any:
@@ -225,12 +255,20 @@ def _ask(book: Book, statement: str) -> Any:
         raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the columns of `episodes`)") from error
 
 
+def _count(book: Book, query: str) -> int:
+    n: int = _ask(book, f"select count(*) as n from ({query})")["n"][0].as_py()
+    return n
+
+
 def _want_rewards(book: Book, *names: str) -> None:
-    given = book.sql("select distinct name from rewards where name <> 'reward' order by 1")["name"].to_pylist()
-    known = ["reward", *given]
+    known = ["reward", *sorted(_given(book) - {"reward"})]
     for name in sorted(names):
-        if name.strip('"') not in known:
+        if name not in known:
             raise BadSelection(f"the book has no reward {name}; it has {', '.join(known)}")
+
+
+def _given(book: Book) -> set[str]:
+    return set(book.sql("select distinct name from rewards")["name"].to_pylist())
 
 
 def difference(book: Book, old: str, new: str) -> Any:

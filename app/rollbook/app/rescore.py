@@ -23,6 +23,7 @@ from rollbook.learner.config import MicroBatchSpec, ModelConfig
 from rollbook.learner.learn import tries_of
 from rollbook.store import Book, Event, QueryRefused, TokensScored, open_book
 from rollbook.store.directory import read_manifest
+from rollbook.store.expressions import in_parentheses
 
 _CHUNK = 512
 """Answers that are scored and written down at a time; what a kill costs at most."""
@@ -112,7 +113,7 @@ def rescore(
 
 def _wanted(book: Book, where: str | None, name: str, weights: str) -> tuple[list[dict[str, Any]], int]:
     """What is to be scored, neighbours together, and how many answers were scored by these weights before."""
-    condition = f"and ({where})" if where else ""
+    condition = f"and {in_parentheses(where)}" if where else ""
     try:
         chosen = book.sql(f"select episode_id from episodes where state <> 'open' {condition}")
     except duckdb.Error as error:

@@ -380,9 +380,9 @@ def _told(
         "interactions": [
             {
                 **{name: one.row[name] for name in shown},
-                "request": one.request,
-                "reply": one.reply,
-                "tools": one.tools if one.row["parent_id"] is None else None,
+                "request": [] if one.is_pruned else one.request,
+                "reply": {} if one.is_pruned else one.reply,
+                "tools": one.tools if one.row["parent_id"] is None and not one.is_pruned else None,
                 "rewards": [_reward(row) for row in one.rewards],
                 "credit": credits_of.get(one.interaction_id),
                 "batches": batches.get(one.interaction_id, []),

@@ -86,7 +86,7 @@ def computed_rewards_query(reward: str | None, episodes: str | None = None) -> s
         rewards = episode_rewards_sql(_standing([reward.strip('"')], episodes))
         return f"select episode_id, reward as value from ({rewards})"
     expression = parse(reward)
-    names = sorted(expression.columns - EPISODE_COLUMNS)
+    names = expression.beyond(EPISODE_COLUMNS)
     if not names:
         return f"select episode_id, ({expression.text}\n)::double as value from episodes{only}"
     pivot = ", ".join(f"max(reward) filter (where name = {literal(name)}) as {quote(name)}" for name in names)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from .errors import PayloadPruned
 from .events import Float32s, Int32s, Messages, decode_messages
 from .log import Log
 from .stream import NODE_COLUMNS, Nodes, Payloads, Tokens
@@ -147,6 +148,18 @@ class _Held:
     def failures(self) -> dict[tuple[str, str | None], list[Row]]:
         return _by_target(self._rows.failures)
 
+    def is_gone(self, i: int) -> bool:
+        return not self.said.has(i) and bool(self._rows.interactions["is_pruned"][i].as_py())
+
+    def own(self, i: int) -> Messages:
+        """What was new in it. Raises PayloadPruned: an empty answer would be judged as if it had been given."""
+        if self.is_gone(i):
+            name = self._rows.interactions["interaction_id"][i]
+            raise PayloadPruned(
+                f"the messages of {name} were pruned; its facts are in the tables, its messages are gone"
+            )
+        return self.said[i]
+
     def _way(self, i: int) -> list[int]:
         """The interactions whose messages its own stand on, itself first. A circle of parents ends at its last."""
         said, parent = self.said, self.parents
@@ -161,12 +174,12 @@ class _Held:
         return is_begun and all(self.said.has(k) for k in way)
 
     def messages(self, i: int) -> list[dict[str, Any]]:
-        said, parent = self.said, self.parents
+        parent = self.parents
         way = self._way(i)
-        messages = list(said[way.pop()].request)
+        messages = list(self.own(way.pop()).request)
         for n in reversed(way):
-            own = said[n]
-            above = said[parent[n]]
+            own = self.own(n)
+            above = self.own(parent[n])
             messages.append(own.resent if own.resent is not None else above.reply)
             del messages[len(messages) if own.kept is None else own.kept :]
             messages += own.request
@@ -174,7 +187,7 @@ class _Held:
 
     def tools(self, i: int) -> list[dict[str, Any]]:
         for _ in self.parents:  # no more steps than interactions: damaged parents may be a circle
-            tools, parent = self.said[i].tools, self.parents[i]
+            tools, parent = self.own(i).tools, self.parents[i]
             if tools is not None or parent < 0:
                 return tools or []
             i = parent
@@ -195,7 +208,10 @@ def _by_target(table: pa.Table) -> dict[tuple[str, str | None], list[Row]]:
 
 
 class Interaction:
-    """One model call as the model saw it. What its parents already hold is put together when it is asked for."""
+    """One model call as the model saw it. What its parents already hold is put together when it is asked for.
+
+    Asking for messages or tokens that are gone raises PayloadPruned.
+    """
 
     def __init__(self, interaction_id: str, held: _Held, index: int) -> None:
         self.interaction_id = interaction_id
@@ -211,13 +227,18 @@ class Interaction:
         return self._held.interactions[self._index]
 
     @property
+    def is_pruned(self) -> bool:
+        """Whether `prune` removed what was said and sampled in it."""
+        return self._held.is_gone(self._index)
+
+    @property
     def request(self) -> list[dict[str, Any]]:
         """The messages that were new in it."""
-        return self._held.said[self._index].request
+        return self._held.own(self._index).request
 
     @property
     def reply(self) -> dict[str, Any]:
-        return self._held.said[self._index].reply
+        return self._held.own(self._index).reply
 
     @property
     def rewards(self) -> list[Row]:

@@ -39,10 +39,19 @@ def why_uncomputable(error: duckdb.Error) -> str:
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression and the column names in it."""
+    """A checked expression and the column names in it, as they are written there."""
 
     text: str
     columns: frozenset[str]
+
+    def beyond(self, columns: frozenset[str]) -> list[str]:
+        """The names in it that are none of these columns. Raises BadSelection for two that SQL takes for one."""
+        names = sorted(name for name in self.columns if name.lower() not in columns)
+        by_column = {name.lower(): name for name in names}
+        for name in names:
+            if (other := by_column[name.lower()]) != name:
+                raise BadSelection(f"{self.text!r} names {name} and {other}, which are one column in SQL; rename one")
+        return names
 
 
 @lru_cache(maxsize=256)
@@ -64,7 +73,19 @@ def parse(text: str) -> Expression:
         raise BadSelection(f"expected one SQL expression, got {text!r}, which is a query")
     columns: set[str] = set()
     _check(node["select_list"][0], text, columns)
+    in_parentheses(text)
     return Expression(text, frozenset(columns))
+
+
+def in_parentheses(text: str) -> str:
+    """A condition as a part of a larger query. By itself `a) or (b` is none, but in parentheses it would be two.
+
+    Raises BadSelection.
+    """
+    tree = serialize(f"select {text}\n")
+    if tree.get("error"):
+        raise BadSelection(f"expected one SQL expression, got {text!r}: {tree.get('error_message')}")
+    return f"({text}\n)"
 
 
 def serialize(query: str) -> dict[str, Any]:
@@ -96,7 +117,9 @@ def _check(part: Any, text: str, columns: set[str]) -> None:
             names = part["column_names"]
             if len(names) != 1:
                 raise BadSelection(f"{text!r} names {'.'.join(names)}; write the column without a table")
-            columns.add(names[0].lower())
+            columns.add(names[0])
+        if kind == "FUNCTION" and part["function_name"].lower() == "unnest":
+            raise BadSelection(f"{text!r} has an unnest; expected a value of one row")
         if kind == "FUNCTION" and part["function_name"].lower() in FORBIDDEN_FUNCTIONS:
             raise BadSelection(f"{text!r} calls {part['function_name']}, which is not allowed here")
         for one in part.values():

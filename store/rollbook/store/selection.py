@@ -104,10 +104,10 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
             if value is not None and value < 0:
                 raise BadSelection(f"{name} must not be negative, got {value}")
         if self.where is not None:
-            unknown = parse(self.where).columns - FILTER_COLUMNS
+            unknown = parse(self.where).beyond(FILTER_COLUMNS)
             if unknown:
                 raise BadSelection(
-                    f"filter {self.where!r} names {', '.join(sorted(unknown))}; "
+                    f"filter {self.where!r} names {', '.join(unknown)}; "
                     f"the columns are {', '.join(sorted(FILTER_COLUMNS))}"
                 )
 

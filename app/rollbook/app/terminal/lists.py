@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from rollbook.store import Book, QueryRefused
 from rollbook.store.connection import is_url
+from rollbook.store.expressions import in_parentheses
 
 _RUNS = """
     select r.run_id, count(e.episode_id) as episodes, count(*) filter (where e.state = 'open') as open,
@@ -42,7 +43,7 @@ LISTS = {"runs": _RUNS, "groups": _GROUPS, "episodes": _EPISODES}
 
 
 def listing(book: Book, name: str, *, where: Sequence[str] = (), limit: int | None = None) -> pa.Table:
-    """One of LISTS, newest first: the rows for which all of the SQL conditions hold. Raises QueryRefused.
+    """One of LISTS, newest first: the rows for which all of the SQL conditions hold. Raises QueryRefused, BadSelection.
 
     The conditions are over the columns that are shown; those of `episodes` also over the whole table.
     """
@@ -58,7 +59,7 @@ def listing(book: Book, name: str, *, where: Sequence[str] = (), limit: int | No
 
 
 def _all(where: Sequence[str]) -> str:
-    return " and ".join(f"({condition}\n)" for condition in where) or "true"
+    return " and ".join(in_parentheses(condition) for condition in where) or "true"
 
 
 def equals(column: str, value: str | None) -> list[str]:
