@@ -359,6 +359,30 @@ async def test_who_is_cut_off_while_he_is_answered_leaves_no_error_behind(anyio_
     assert not errors
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True}), "asyncio"], ids=["uvloop", "asyncio"])
+async def test_who_leaves_while_more_of_his_requests_wait_is_noticed(anyio_backend):
+    gate = anyio.Event()
+
+    async def never(_):
+        await gate.wait()
+        return said("ok")
+
+    config = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=0.05)
+    async with serving(never, config=config) as served:
+        started = await served.client.start_session("t")
+        body = b'{"messages":[{"role":"user","content":"hi"}]}'
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall((head(started.api_key, len(body)) + body) * 3)
+            with anyio.fail_after(60):
+                while not served.service.calls.running:  # noqa: ASYNC110 - there is no event for it
+                    await anyio.sleep(0.01)
+        with anyio.fail_after(60):
+            while served.service.calls.running:  # noqa: ASYNC110 - nor for this
+                await anyio.sleep(0.01)
+
+
 def test_what_is_no_http_is_refused(running):
     served, _, _ = running
     for sent in (b"\x00" * 100, b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"GET \xff HTTP/1.1\r\n\r\n"):

@@ -3,6 +3,7 @@ send them."""
 
 import errno
 import re
+import select
 import socket
 import time
 from collections import deque
@@ -47,6 +48,9 @@ def most_connections(wanted: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(16, soft - _FILES_KEPT))
 
+
+_GONE = getattr(select, "POLLRDHUP", 0)
+"""What a socket says whose other end was closed, before all that came is read; Linux knows it."""
 
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:")
 
@@ -119,6 +123,14 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
         if self._on_lost is not None:
             self._on_lost()
+
+    def has_left_unread(self) -> bool:
+        """Whether the client is gone, where it cannot show: nothing is read while requests wait for their turn."""
+        if not _GONE or not self.pipeline or self.transport.is_closing():
+            return False
+        looking = select.poll()
+        looking.register(self.transport.get_extra_info("socket"), _GONE)
+        return bool(looking.poll(0))
 
     def watch(self, leave: Callable[[], None]) -> Callable[[], None]:
         """Call `leave` when the connection is lost, until what is returned is called."""
@@ -242,9 +254,12 @@ class Server(uvicorn.Server):
         while not self._stop.is_set():
             late = time.monotonic() - HEADER_S
             for connection in list(self.server_state.connections):
-                since = getattr(connection, "headers_since", None)
+                assert isinstance(connection, Protocol)
+                since = connection.headers_since
                 if since is not None and since < late:
                     connection.transport.close()
+                elif connection.has_left_unread():
+                    connection.transport.abort()
             with anyio.move_on_after(1):
                 await self._stop.wait()
 
