@@ -137,7 +137,7 @@ def test_a_policy_of_the_run_is_known_by_its_version_and_training_takes_scores_a
     config = echo_config(tmp_path, model, total_train_epochs=2)
     with PPOTrainer(config, echo_tasks(10), rollouts=EchoRollouts()) as trainer:
         trainer.train(workflow="agent")
-    folder = Path(config.book_path) / "policies" / "echo-t" / "v1"
+    folder = Path(config.book_path) / "policies" / "echo" / "t" / "v1"
     rescore(config.book_path, folder, name="then", dtype="float32", where="version = 1")
     with open_book(config.book_path) as book:
         scores = book.sql("select version, mean_gap from scores where scorer = 'then'").to_pylist()

@@ -126,8 +126,67 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, harm: str) -> None:
     state = bytearray((folder / "state.pt").read_bytes())
     state[len(state) // 2] ^= 1
     (folder / "state.pt").write_bytes({"half": state[: len(state) // 2], "empty": b"", "one bit": state}[harm])
-    with pytest.raises(BadCheckpoint, match=r"state.pt is damaged \(.+\); remove .* to use an older one"):
+    with pytest.raises(BadCheckpoint, match=r"state.pt is damaged \(.+\); remove .* to go on from an older one"):
         read_checkpoint(folder, run_id="r", actor=small(model), critic=None)
+
+
+def test_a_checkpoint_keeps_a_number_that_is_none_and_the_settings_of_today(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "m")
+    meta = Meta(run_id="r", step=1, metrics={"loss": 0.5, "grad_norm": float("inf")})
+    folder = write_checkpoint(tmp_path / "c", meta, actor=small(model), critic=None, keep=1)
+    for kind in ("adamw", "sgd"):
+        today = OptimizerConfig(type=kind, lr=0.1, weight_decay=0.25)
+        actor = SingleBackend(ModelConfig(path=model, dtype="float32"), optimizer=today)
+        read = read_checkpoint(folder, run_id="r", actor=actor, critic=None)
+        assert read.metrics == {"loss": 0.5, "grad_norm": None}
+        for master in actor.masters.values():
+            master.grad = master.new_zeros(master.shape)
+        weight = next(master for master in actor.masters.values() if master.ndim > 1)
+        before = weight.detach().clone()
+        lr = actor.step()["lr"]
+        assert weight.detach().allclose(before * (1 - lr * 0.25), rtol=1e-5, atol=0)
+
+
+def test_a_checkpoint_without_a_critic_says_so(tmp_path: Path) -> None:
+    model = tiny_folder(tmp_path / "m")
+    folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(model), critic=None, keep=1)
+    with pytest.raises(BadCheckpoint, match="has no critic, so another algorithm wrote it"):
+        read_checkpoint(folder, run_id="r", actor=small(model), critic=small(model, has_values=True))
+
+
+class Killed(BaseException):
+    """Stands for kill -9."""
+
+
+def test_an_export_and_an_evaluation_that_a_kill_cut_off_are_made_up_for(tmp_path: Path) -> None:
+    config = echo_config(tmp_path, tiny_folder(tmp_path / "m"), gconfig__n_samples=2, total_train_epochs=2)
+    config.saver.freq_steps = config.evaluator.freq_steps = 1
+
+    def run(rollouts: EchoRollouts) -> EchoRollouts:
+        with suppress(Killed), PPOTrainer(config, echo_tasks(10), echo_tasks(3), rollouts=rollouts) as trainer:
+            trainer.train(workflow="agent")
+        return rollouts
+
+    class Dies(EchoRollouts):
+        def publish(self, path: str, version: int) -> None:
+            if version == 2:
+                raise Killed
+            super().publish(path, version)
+
+    def done() -> tuple[list[str], list[int]]:
+        with open_book(config.book_path) as book:
+            evaluated = book.sql("select version from episodes where is_eval order by all")["version"].to_pylist()
+        return sorted(path.name for path in (Path(config.run_path) / "saved").iterdir()), evaluated
+
+    run(Dies())
+    assert done() == (["step-00000001"], [1, 1, 1])
+    whole = (["step-00000001", "step-00000002"], [1, 1, 1, 2, 2, 2])
+    assert run(EchoRollouts()).published == [2]
+    assert done() == whole
+    shutil.rmtree(Path(config.run_path) / "best")  # cut off while the better one took the other's place
+    assert run(EchoRollouts()).published == []
+    assert done() == whole
+    assert (Path(config.run_path) / "best" / "evaluation.json").is_file()
 
 
 def test_a_checkpoint_without_its_book_is_refused(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_ranks_live_on(
     path.write_bytes(held[: len(held) // 2] if harm == "half" else held)
     if harm == "removed":
         path.unlink()
-    with pytest.raises(BadCheckpoint, match=f"{path.name} {said}.*; remove .* to use an older one"):
+    with pytest.raises(BadCheckpoint, match=f"{path.name} {said}"):
         many.load(tmp_path)
     step(many, random_rows(0), config())
 

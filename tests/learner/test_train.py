@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
-from learner.tiny import tiny_folder
+from learner.tiny import tiny_folder, tiny_model
 from rollbook.learner import PPOTrainer, TrainConfig, batches
 from rollbook.learner.batches import drawn, rows_of, was_held
 from rollbook.learner.config import CriticConfig, LoraConfig, ModelConfig
-from rollbook.learner.errors import BadSetting, NothingToTrain
+from rollbook.learner.errors import BadSetting, NothingToTrain, PoliciesDisagree
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
 from rollbook.learner.train import throughput, without_keys
@@ -297,6 +299,48 @@ def test_a_step_without_anything_to_train_says_why(
     metrics = off_policy(tmp_path, model, record(tmp_path / "book", {"state": "failed"}))
     assert metrics["discarded_failed"] == 1
     assert "nothing to train (episodes left out: 1 failed)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_step_whose_tokens_are_all_left_out_moves_no_weight(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = record(tmp_path / "book", {}, {})
+    metrics = off_policy(tmp_path, model, book, actor__max_staleness=0, actor__optimizer__weight_decay=0.5)
+    assert (metrics["n_trained_tokens"], metrics["is_skipped"]) == (0, 1)
+    assert "step 0 trains none of its tokens: they are too old" in " ".join(capsys.readouterr().err.split())
+    before, after = load_file(f"{model}/model.safetensors"), load_file(f"{book}/policies/echo/t/v1/model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_gradient_that_is_no_number_is_told_and_the_run_goes_on_from_there(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = record(tmp_path / "book", {"reward": 1e100}, {})
+    huge: dict[str, Any] = {"actor__reward_clip": 1e101, "algorithm": "reinforce"}
+    for _ in range(2):  # again as after a kill, from the checkpoint
+        metrics = off_policy(tmp_path, model, book, **huge)
+        assert metrics["grad_norm"] is None
+    assert "step 0 met a gradient that is no finite number" in " ".join(capsys.readouterr().err.split())
+
+
+def test_weights_that_are_no_numbers_are_refused_before_a_step(tmp_path: Path) -> None:
+    broken = tiny_model(hidden=32)
+    broken.lm_head.weight.data[5] = torch.nan  # type: ignore[union-attr, operator, index]
+    broken.save_pretrained(tmp_path / "broken")  # type: ignore[operator]
+    book = record(tmp_path / "book", {}, {})
+    with pytest.raises(PoliciesDisagree, match="the model gives 4 of 4 tokens a logprob that is no finite number"):
+        off_policy(tmp_path, str(tmp_path / "broken"), book)
+
+
+def test_runs_whose_names_differ_by_a_dash_share_no_weights(tmp_path: Path, model: str) -> None:
+    book = record(tmp_path / "book", {}, {})
+    for names in ({"experiment_name": "a-b", "trial_name": "c"}, {"experiment_name": "a", "trial_name": "b-c"}):
+        off_policy(tmp_path, model, book, **names)
+    with open_book(book) as opened:
+        paths = opened.sql("select path from policies where version = 1")["path"].to_pylist()
+    assert len(set(paths)) == 2
+    assert all((Path(path) / "model.safetensors").is_file() for path in paths)
 
 
 def test_a_reward_that_is_no_number_is_a_missing_one(tmp_path: Path, model: str) -> None:

@@ -23,7 +23,7 @@ class Meta(msgspec.Struct, kw_only=True):
 
     run_id: str
     step: int  # steps trained
-    metrics: dict[str, float] = {}  # of the last of them
+    metrics: dict[str, float | None] = {}  # of the last of them; None: no finite number
 
 
 def write_checkpoint(parent: Path, meta: Meta, *, actor: Backend, critic: Backend | None, keep: int) -> Path:
@@ -50,14 +50,23 @@ def read_checkpoint(folder: Path, *, run_id: str, actor: Backend, critic: Backen
     try:
         meta = msgspec.json.decode((folder / "meta.json").read_bytes(), type=Meta)
     except (OSError, msgspec.DecodeError) as error:
-        raise BadCheckpoint(
-            f"{folder / 'meta.json'} cannot be read ({error}); remove {folder} to use an older one"
-        ) from error
+        raise BadCheckpoint(f"{folder / 'meta.json'} cannot be read ({error}); {_way_out(folder)}") from error
     if meta.run_id != run_id:
         raise BadCheckpoint(
             f"{folder} is of run {meta.run_id!r}, this run is {run_id!r}; give the run its own fileroot"
         )
-    actor.load(folder)
-    if critic is not None:
-        critic.load(folder / "critic")
+    if critic is not None and not (folder / "critic").is_dir():
+        raise BadCheckpoint(
+            f"{folder} has no critic, so another algorithm wrote it; go on with that, or {_way_out(folder)}"
+        )
+    try:
+        actor.load(folder)
+        if critic is not None:
+            critic.load(folder / "critic")
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{error}; {_way_out(folder)}") from error
     return meta
+
+
+def _way_out(folder: Path) -> str:
+    return f"remove {folder} to go on from an older one, or from the beginning"

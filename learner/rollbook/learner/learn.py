@@ -77,6 +77,8 @@ def learn(
     norm = config.adv_norm or algorithm.adv_norm
     if norm is not None:
         advantages_E = normalise_advantages(advantages_E, rows, mask_E, norm)
+    # A step without a gradient would still move weights, by decay and momentum.
+    parts = [part for part in parts if mask_E[np.isin(rows.row_E, part)].any()]
     loss_agg = config.loss_agg or algorithm.loss_agg
     fixed_length = config.fixed_length or config.max_new_tokens
 
@@ -118,6 +120,10 @@ def learn(
         return report
 
     metrics: dict[str, float] = {}
+    if not parts:
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "is_skipped": 1.0}
+        if not is_scored:
+            now_E, entropy_E = actor.score(tries)
     for part in parts:
         for name, value in train_part(part).items():
             metrics[name] = metrics.get(name, 0.0) + value / len(parts)
@@ -283,8 +289,13 @@ def gap(now_E: Floats, rows: Rows, mask_E: Floats, version: int) -> dict[str, fl
 
 
 def check_gap(now_E: Floats, rows: Rows, mask_E: Floats, config: ActorConfig, version: int) -> None:
-    """Raise PoliciesDisagree where tokens of the same weights get very different logprobs."""
+    """Raise PoliciesDisagree where tokens of the same weights get very different logprobs, or any gets no number."""
     fresh = gap(now_E, rows, mask_E, version).get("gap_fresh", 0.0)
+    if n_odd := int((~np.isfinite(now_E)).sum()):
+        raise PoliciesDisagree(
+            f"the model gives {n_odd} of {len(now_E)} tokens a logprob that is no finite number: its weights hold such "
+            "numbers, or actor.dtype is too narrow for them. Nothing was trained"
+        )
     if not fresh <= config.logprob_gap_stop:
         raise PoliciesDisagree(
             f"engine and learner differ by {fresh:.2f} nats per token on tokens of one version ({version}), more than "

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ class Report:
                 name=logger.wandb.name or config.trial_name,
                 tags=logger.wandb.tags,
                 dir=str(folder),
-                id=config.run_id.replace("/", "-"),
+                id=config.run_id.replace("-", "--").replace("/", "-"),
                 resume="allow",
             )
         self._console = console or Console(stderr=True)
@@ -107,7 +108,8 @@ class Report:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A trained step's numbers."""
-        self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **metrics}) + "\n")
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"step": step, "at": round(time.time(), 3), **known}) + "\n")
         self._file.flush()
         line = summary(metrics)
         self._progress.update(self._task, completed=step + 1, line=line)

@@ -4,6 +4,7 @@ Engines on other machines find it through the shared folder; only the newest few
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from .backend import Backend
@@ -22,13 +23,20 @@ TOKENIZER_FILES = (
 )
 
 
-def write_policy(backend: Backend, folder: Path, *, tokenizer: Path | None = None) -> Path:
-    """Export the weights into `folder` (durable when this returns), with the tokenizer's files beside them."""
+def write_policy(
+    backend: Backend, folder: Path, *, tokenizer: Path | None = None, beside: Mapping[str, str] | None = None
+) -> Path:
+    """Export the weights into `folder` (durable when this returns), with the tokenizer's files beside them.
+
+    beside: more files, name -> text.
+    """
     with appears_whole(folder) as building:
         backend.export(building)
         for name in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / name).is_file() and not (building / name).exists():
                 shutil.copyfile(tokenizer / name, building / name)
+        for name, text in (beside or {}).items():
+            (building / name).write_text(text)
     return folder
 
 

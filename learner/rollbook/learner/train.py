@@ -7,6 +7,7 @@ trained, a checkpoint is a folder that appears whole, and whatever lies between 
 import hashlib
 import heapq
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,7 @@ from .rows import Floats, Rows
 def train(run: "Run") -> None:
     """Train until the steps or the tasks are over."""
     run.start()
+    run.end_step()
     for batch in run.batches():
         learned = run.learn(batch)
         run.keep(batch, learned)
@@ -78,7 +80,7 @@ class Run:
 
     @property
     def policies(self) -> Path:
-        return Path(self.config.book_path).resolve() / "policies" / self.config.run_id.replace("/", "-")
+        return Path(f"{Path(self.config.book_path).resolve()}/policies/{self.config.run_id}")
 
     @property
     def checkpoints(self) -> Path:
@@ -109,7 +111,7 @@ class Run:
             self.publish(batch, learned)
         if self.step >= self.total_steps:
             self.report.say(f"the run has trained its {self.total_steps} steps; total_train_steps or epochs set more")
-        if self.rollouts is not None and self.step < self.total_steps:
+        if self.rollouts is not None and (self.step < self.total_steps or self.evaluation_is_open()):
             self.rollouts.start(
                 self.config,
                 book_path=self.config.book_path,
@@ -121,6 +123,26 @@ class Run:
                 weights=str(self.weights),
             )
             self.is_rolling = True
+
+    def end_step(self) -> None:
+        """What a kill cut off behind the last step: an export, an evaluation, the best version's place."""
+        if self.step and not self.saved.is_dir():
+            self.save_if_due(self.step - 1)
+        if self.evaluation_is_open():
+            self.evaluate_if_due(self.step - 1)
+        elif self.step and self.evaluates(self.step):
+            self.keep_best()
+
+    def evaluation_is_open(self) -> bool:
+        """Whether the evaluation of these weights was due and has not ended."""
+        if not self.step or not self.evaluates(self.step):
+            return False
+        ended = self.book.sql(
+            "select count(*) as n from episodes where run_id = $run and is_eval and version = $version "
+            "and state in ('done', 'failed')",
+            {"run": self.config.run_id, "version": self.step},
+        )
+        return bool(ended["n"][0].as_py() < len(self.valid_tasks) * self.config.evaluator.n_samples)
 
     def load_checkpoint(self) -> None:
         """The newest one, if the run keeps any; and finish what a kill cut off between it and its events."""
@@ -277,6 +299,16 @@ class Run:
         )
         learned.metrics["train_s"] = time.monotonic() - began
         learned.metrics.update(throughput(learned.metrics, self.actor))
+        if not learned.metrics["n_trained_tokens"]:
+            self.report.say(
+                f"step {batch.step} trains none of its tokens: they are too old (actor.max_staleness), cut off "
+                f"(actor.mask_no_eos) or left out by {self.config.algorithm}; weights stay as they are"
+            )
+        elif not math.isfinite(learned.metrics["grad_norm"]):
+            self.report.say(
+                f"step {batch.step} met a gradient that is no finite number, which changes no weights. If it comes "
+                "again, lower actor.optimizer.lr, or compute in another actor.dtype"
+            )
         if learned.metrics.get("gap_fresh", 0.0) > self.config.actor.logprob_gap_warn:
             self.report.say(
                 f"engine and learner differ by {learned.metrics['gap_fresh']:.3f} nats per token on fresh tokens "
@@ -328,7 +360,7 @@ class Run:
             self.rollouts.publish(str(self.weights), self.step)
         self.report.step(batch.step, metrics)
 
-    def announce(self, batch: Batch, metrics: Mapping[str, float], learned: Learned | None = None) -> None:
+    def announce(self, batch: Batch, metrics: Mapping[str, float | None], learned: Learned | None = None) -> None:
         """Make the weights visible and say so in the book. Again, after a kill: only what is missing."""
         if not self.weights.is_dir():
             tokenizer = Path(self.config.tokenizer_path or self.config.actor.path)
@@ -358,42 +390,60 @@ class Run:
             for r in range(len(rows))
         ]
 
+    @property
+    def saved(self) -> Path:
+        """The folder of an export of the current version."""
+        return Path(self.config.run_path) / "saved" / f"step-{self.step:08d}"
+
     def save_if_due(self, step: int) -> None:
         """An export of the model for use elsewhere, by the schedule."""
         if not self.is_due("saver", self.config.saver, step + 1):
             return
-        saved = Path(self.config.run_path) / "saved"
         tokenizer = Path(self.config.tokenizer_path or self.config.actor.path)
-        publish.write_policy(self.actor, saved / f"step-{self.step:08d}", tokenizer=tokenizer)
-        keep_newest(saved, "step-[0-9]*", keep=self.config.saver.keep)
+        publish.write_policy(self.actor, self.saved, tokenizer=tokenizer)
+        keep_newest(self.saved.parent, "step-[0-9]*", keep=self.config.saver.keep)
 
     def evaluate_if_due(self, step: int) -> None:
         """Episodes on the validation tasks, by the schedule, into the same book; the best version is kept."""
-        if (
-            self.rollouts is None
-            or not self.valid_tasks
-            or not self.is_due("evaluator", self.config.evaluator, step + 1)
-        ):
+        if self.rollouts is None or not self.evaluates(step + 1):
             return
         self.report.waiting(f"evaluating version {self.step}")
         self.rollouts.evaluate(
             self.valid_tasks, self.eval_workflow or self.workflow, self.eval_workflow_kwargs, epoch=self.step
         )
         self.book.catch_up()
+        reward, n = self.keep_best()
+        self.report.say(
+            f"version {self.step}: evaluation reward {reward:.3f} over {n} episodes"
+            if n
+            else f"the evaluation of version {self.step} gave no reward"
+        )
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation is due after `step` trained steps."""
+        return (
+            self.rollouts is not None
+            and len(self.valid_tasks) > 0
+            and self.is_due("evaluator", self.config.evaluator, step)
+        )
+
+    def keep_best(self) -> tuple[float, int]:
+        """The mean reward of this version's evaluation, and over how many. None was better: the weights are kept."""
         found = self.book.sql(
             "select avg(reward) as reward, count(reward) as n from episodes "
             "where run_id = $run and is_eval and version = $version",
             {"run": self.config.run_id, "version": self.step},
         ).to_pylist()[0]
-        if not found["n"]:
-            self.report.say(f"the evaluation of version {self.step} gave no reward")
-            return
-        self.report.say(f"version {self.step}: evaluation reward {found['reward']:.3f} over {found['n']} episodes")
         best = Path(self.config.run_path) / "best"
         said = best / "evaluation.json"
-        if not said.is_file() or json.loads(said.read_text())["reward"] < found["reward"]:
-            publish.write_policy(self.actor, best, tokenizer=Path(self.config.tokenizer_path or self.config.actor.path))
-            said.write_text(json.dumps({"version": self.step, **found}))
+        if found["n"] and not (said.is_file() and json.loads(said.read_text())["reward"] >= found["reward"]):
+            publish.write_policy(
+                self.actor,
+                best,
+                tokenizer=Path(self.config.tokenizer_path or self.config.actor.path),
+                beside={said.name: json.dumps({"version": self.step, **found})},
+            )
+        return found["reward"] or 0.0, found["n"]
 
     # ------------------------------------------------------------ small things
 

@@ -135,7 +135,7 @@ class ShardedBackend:
         else:
             damaged = [fault for found in self._all("damaged", folder) for fault in found]
             if damaged:
-                raise BadCheckpoint(f"{damaged[0]}; remove {folder} to use an older one")
+                raise BadCheckpoint(damaged[0])
         self.local.check_checkpoint(folder)
         self._all("load", folder)
 
@@ -285,6 +285,10 @@ class Shard(SingleBackend):
                 for name, about in found.items()
                 if name.startswith("masters.")
             }
+            if isinstance(self.optimizer, torch.optim.AdamW) and not any(name.startswith("moments.") for name in found):
+                raise BadCheckpoint(
+                    f"the checkpoint {folder} has no moments; go on with the optimizer.type that wrote it"
+                )
         self._refuse_others(folder, theirs)
 
     def _state(self) -> dict[str, Any]:

@@ -217,13 +217,16 @@ class SingleBackend:
         if not (folder / "state.pt").is_file():
             raise BadCheckpoint(
                 f"the checkpoint {folder} was written by several ranks; go on with actor.backend: fsdp:dN (any N, also "
-                "fsdp:d1), or remove it to start again"
+                "fsdp:d1)"
             )
         state = _read_state(folder)
         self._refuse_others(folder, {name: tuple(master.shape) for name, master in state["masters"].items()})
         for name, master in self.masters.items():
             master.copy_(state["masters"][name])
+        settings = [{**group, "params": []} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, mine in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(mine | {"params": group["params"]})  # as the run is set now, not as it was
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         self._copy_down()
@@ -234,7 +237,7 @@ class SingleBackend:
             odd = sorted(set(mine.items()) ^ set(theirs.items()))[0][0]
             raise BadCheckpoint(
                 f"the checkpoint {folder} is of another model: {odd} is {theirs.get(odd, 'absent')} there and "
-                f"{mine.get(odd, 'absent')} here; give the model it was made with or remove the checkpoint"
+                f"{mine.get(odd, 'absent')} here; give the model it was made with"
             )
 
     def export(self, folder: Path) -> None:
@@ -277,7 +280,7 @@ def refuse_damaged_state(folder: Path) -> None:
     except (OSError, zipfile.BadZipFile) as error:
         said = str(error)
     if said is not None:
-        raise BadCheckpoint(f"{path} is damaged ({said}); remove {folder} to use an older one")
+        raise BadCheckpoint(f"{path} is damaged ({said})")
 
 
 def write_canaries(folder: Path, canaries: list[dict[str, Any]]) -> None:
