@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from learner.echo import EchoRollouts, echo_config, echo_tasks
-from learner.tiny import tiny_folder
+from learner.tiny import tiny_folder, tiny_model
 from rollbook.app.cli import main
 from rollbook.app.models import prepare_model
 from rollbook.app.rescore import rescore, weights_sha256
 from rollbook.learner import PPOTrainer
 from rollbook.learner.config import ModelConfig
-from rollbook.learner.errors import NothingToTrain
+from rollbook.learner.errors import BadSetting, NothingToTrain
 from rollbook.store import (
     BookNotFound,
     EpisodeClosed,
@@ -118,6 +118,75 @@ def test_the_same_weights_score_once_and_others_again(tmp_path: Path, book_path:
         assert last == pytest.approx(plain(second, PROMPT, FIRST, 0.5)[0], abs=0.05)  # computed in bfloat16
     with pytest.raises(QueryRefused, match=r"docs/sql\.md"):
         rescore(book_path, first, where="no_such_column = 1")
+
+
+def answers(path: Path, *said: dict[str, Any]) -> Path:
+    """A book of one episode, a call for each answer."""
+    with open_book(path, writer="w") as book:
+        of: dict[str, Any] = {"run_id": "r", "episode_id": "e"}
+        book.log.append_blocking(
+            Event(**of, fact=EpisodeOpened(task_id="t")),
+            *(
+                Event(
+                    **of,
+                    interaction_id=f"i{i}",
+                    recorded_at=i,
+                    fact=InteractionRecorded(
+                        prompt_length=len(one.get("prompt", PROMPT)), sampling=one.get("sampling", {"temperature": 1.0})
+                    ),
+                    prompt_ids=np.array(one.get("prompt", PROMPT), np.int32),
+                    output_ids=np.array(one.get("output", FIRST), np.int32),
+                    logprobs=np.full(2, one.get("logprob", -1.0), np.float32),
+                    versions=np.zeros(2, np.int32),
+                )
+                for i, one in enumerate(said)
+            ),
+            Event(**of, fact=EpisodeClosed(state="done")),
+        )
+    return path
+
+
+def test_settings_of_any_form_beside_one_another_are_scored(tmp_path: Path) -> None:
+    odd = [
+        {"top_p": None},
+        {"top_p": 0.9},
+        {"top_k": None},
+        {"top_k": 3},
+        {"temperature": "hot"},
+        {"temperature": None},
+    ]
+    book = answers(
+        tmp_path / "book",
+        *({"sampling": {"temperature": 1.0} | one} for one in odd),
+        {"logprob": np.nan},
+        {"prompt": []},
+    )
+    model = tiny_folder(tmp_path / "m", seed=1)
+    done = rescore(book, model, name="x", dtype="float32", where="true -- all of them")
+    assert (done.n_scored, np.isfinite(done.mean_gap)) == (7, True)  # not the one without a prompt
+    with open_book(book) as opened:
+        found = opened.scores("x")["logprobs"].to_pylist()
+    whole = plain(model, PROMPT, FIRST, 1.0)[0]
+    for i in (0, 2, 4, 5, 6):
+        assert found[i] == pytest.approx(whole, abs=1e-5)
+    assert found[1] != pytest.approx(whole, abs=1e-5)
+    assert found[3] != pytest.approx(whole, abs=1e-5)
+
+
+def test_a_model_that_cannot_score_an_answer_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    model, broken = tiny_folder(tmp_path / "m"), tiny_model()
+    broken.lm_head.weight.data[5] = torch.nan  # type: ignore[union-attr, operator, index]
+    broken.save_pretrained(tmp_path / "broken")  # type: ignore[operator]
+    book = answers(tmp_path / "book", {}, {"output": [4, 40]})
+    with pytest.raises(BadSetting, match="the book has token id 40, but the model's vocabulary has 32"):
+        rescore(book, model, name="x")
+    with pytest.raises(BadSetting, match="gives 2 of 2 tokens a logprob that is no finite number"):
+        rescore(answers(tmp_path / "other", {}), tmp_path / "broken", name="x")
+    with pytest.raises(BadSetting, match=r"has no config\.json"):
+        rescore(book, tmp_path / "nowhere", name="x")
+    for path in (book, tmp_path / "other"):
+        with open_book(path) as opened:
+            assert opened.scores("x").num_rows == 0
 
 
 def test_what_cannot_be_rebuilt_is_left_out(tmp_path: Path, book_path: Path) -> None:

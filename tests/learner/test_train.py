@@ -324,6 +324,22 @@ def test_a_gradient_that_is_no_number_is_told_and_the_run_goes_on_from_there(
     assert "step 0 met a gradient that is no finite number" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("algorithm", ["m2po", "grpo", "reinforce", "gspo", "sapo", "cispo"])
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_a_token_whose_logprob_is_far_off_leaves_the_gradient_a_number(
+    tmp_path: Path, model: str, algorithm: str, is_decoupled: bool
+) -> None:
+    book = record(tmp_path / "book", {}, {"logprobs": [-9999.0, -3.4]})
+    score(book, "x", [-9999.0, -1.0], [-1.0, -1.0])
+    far: dict[str, Any] = {"ref_scores": "x", "actor__kl_loss_coef": 0.1, "actor__kl_estimator": "k3"}
+    metrics = off_policy(
+        tmp_path, model, book, algorithm=algorithm, actor__use_decoupled_loss=is_decoupled,
+        actor__rejection_sampling=None, **far,
+    )  # fmt: skip
+    assert metrics["is_skipped"] == 0
+    assert np.isfinite([metrics["loss"], metrics["grad_norm"], metrics["kl_ref"]]).all()
+
+
 def test_weights_that_are_no_numbers_are_refused_before_a_step(tmp_path: Path) -> None:
     broken = tiny_model(hidden=32)
     broken.lm_head.weight.data[5] = torch.nan  # type: ignore[union-attr, operator, index]

@@ -8,19 +8,19 @@ command that was stopped goes on. Read back by `book.scores(name)`, by SQL in th
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import duckdb
-import msgspec
+import numpy as np
 
 from rollbook.learner.backend.single import SingleBackend
 from rollbook.learner.batches import load_rows
 from rollbook.learner.config import MicroBatchSpec, ModelConfig
-from rollbook.learner.learn import tries_of
+from rollbook.learner.errors import BadSetting
+from rollbook.learner.learn import check_vocabulary, tries_of
 from rollbook.store import Book, Event, QueryRefused, TokensScored, open_book
 from rollbook.store.directory import read_manifest
 from rollbook.store.expressions import in_parentheses
@@ -28,13 +28,11 @@ from rollbook.store.expressions import in_parentheses
 _CHUNK = 512
 """Answers that are scored and written down at a time; what a kill costs at most."""
 
-Distribution = tuple[float, float, int]
-"""temperature, top_p, top_k"""
-
 
 @dataclass(frozen=True)
 class Rescored:
-    """What was done. weights: sha256 of the checkpoint's files. mean_gap: per token, to the recorded logprobs."""
+    """What was done. weights: sha256 of the checkpoint's files. mean_gap: per token, to the recorded logprobs,
+    where those are numbers."""
 
     name: str
     weights_sha256: str
@@ -45,9 +43,9 @@ class Rescored:
 
 
 def weights_sha256(folder: Path) -> str:
-    """One hash over config.json and the safetensors files of a model folder, their names included."""
+    """One hash over config.json and the files of weights of a model folder, their names included."""
     total = hashlib.sha256()
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         with file.open("rb") as data:
             total.update(f"{file.name}\0{hashlib.file_digest(data, 'sha256').hexdigest()}\n".encode())
     return total.hexdigest()
@@ -67,25 +65,33 @@ def rescore(
     """Score the answers of the ended episodes for which the SQL condition `where` is true.
 
     model: a model folder. name: of the scores, by default that of the folder. max_tokens: computed at once.
-    progress: called with (done, of). Raises QueryRefused, and BadSetting for a model that cannot be loaded or does not
-    have the tokens.
+    progress: called with (done, of). Raises QueryRefused, and BadSetting for a model that cannot be loaded, does not
+    have the tokens, or gives logprobs that are no finite numbers.
     """
     read_manifest(Path(book_path))  # a wrong path must not become a book
     folder = Path(model).resolve()
+    if not (folder / "config.json").is_file():
+        raise BadSetting(f"{folder} has no config.json; give the folder of a transformers model")
     name = name or folder.name
     weights = weights_sha256(folder)
     spec = MicroBatchSpec(max_tokens_per_mb=max_tokens)
     with open_book(book_path, writer=f"scores-{os.getpid()}") as book:
         wanted, n_skipped = _wanted(book, where, name, weights)
         version_of = _versions(book, folder)
-        n_tokens, n_done, off = 0, 0, 0.0
+        n_tokens, n_done, n_compared, off = 0, 0, 0, 0.0
         backend: SingleBackend | None = None
-        for distribution, chunk in _chunks(wanted):
+        for at in range(0, len(wanted), _CHUNK):
+            chunk = {row["interaction_id"]: row for row in wanted[at : at + _CHUNK]}
             if backend is None:
                 backend = SingleBackend(ModelConfig(path=str(folder), dtype=dtype, device=device, mb_spec=spec))
-            backend.sample_as(*distribution)
             rows = load_rows(book, interaction_ids=list(chunk))
+            check_vocabulary(rows, backend)
             logprobs, entropies = backend.score(tries_of(rows, spec, backend))
+            if n_odd := int((~np.isfinite(logprobs)).sum()):
+                raise BadSetting(
+                    f"the model {folder} gives {n_odd} of {len(logprobs)} tokens a logprob that is no finite number; "
+                    "look at its weights, or compute in another dtype. None of these answers was scored"
+                )
             out = rows.output_starts
             book.log.append_blocking(
                 *(
@@ -104,11 +110,12 @@ def rescore(
                     for r, interaction_id in enumerate(rows.interaction_ids)
                 )
             )
+            is_known = np.isfinite(rows.logprobs)
+            off, n_compared = off + float((logprobs - rows.logprobs)[is_known].sum()), n_compared + int(is_known.sum())
             n_tokens, n_done = n_tokens + len(logprobs), n_done + len(chunk)
-            off += float((logprobs - rows.logprobs).sum())
             if progress is not None:
                 progress(n_done, len(wanted))
-    return Rescored(name, weights, len(wanted), n_tokens, n_skipped, off / max(n_tokens, 1))
+    return Rescored(name, weights, len(wanted), n_tokens, n_skipped, off / max(n_compared, 1))
 
 
 def _wanted(book: Book, where: str | None, name: str, weights: str) -> tuple[list[dict[str, Any]], int]:
@@ -120,11 +127,11 @@ def _wanted(book: Book, where: str | None, name: str, weights: str) -> tuple[lis
         raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the columns of `episodes`)") from error
     rows = book.sql(
         """
-        select i.interaction_id, i.run_id, i.sampling, i.logprobs_mode, s.interaction_id is not null as is_known
+        select i.interaction_id, i.run_id, s.interaction_id is not null as is_known
         from interactions i join episodes e using (episode_id) left join (
             select distinct interaction_id from scores where scorer = $name and weights_sha256 = $weights
         ) s using (interaction_id)
-        where i.n_output > 0 and i.origin_id is null and not i.is_broken and not i.is_pruned
+        where i.n_output > 0 and i.n_prompt > 0 and i.origin_id is null and not i.is_broken and not i.is_pruned
           and i.episode_id in (select episode_id from _chosen)
         order by e.run_id, e.group_id, i.episode_id, i.recorded_at, i.event_id
         """,
@@ -133,21 +140,6 @@ def _wanted(book: Book, where: str | None, name: str, weights: str) -> tuple[lis
     ).to_pylist()
     wanted = [row for row in rows if not row["is_known"]]
     return wanted, len(rows) - len(wanted)
-
-
-def _chunks(rows: list[dict[str, Any]]) -> Iterator[tuple[Distribution, dict[str, dict[str, Any]]]]:
-    """Rows of one distribution by interaction, some hundreds at a time."""
-    by_distribution = sorted(rows, key=_distribution)  # stable: neighbours stay together
-    for distribution, same in groupby(by_distribution, key=_distribution):
-        left = list(same)
-        for at in range(0, len(left), _CHUNK):
-            yield distribution, {row["interaction_id"]: row for row in left[at : at + _CHUNK]}
-
-
-def _distribution(row: dict[str, Any]) -> Distribution:
-    """What the logprobs of an answer are of. At temperature 0 nothing was drawn: the model's own stands for it."""
-    sampling = msgspec.json.decode(row["sampling"] or "{}") if row["logprobs_mode"] == "processed" else {}
-    return sampling.get("temperature") or 1.0, sampling.get("top_p", 1.0), sampling.get("top_k", 0)
 
 
 def _versions(book: Book, folder: Path) -> dict[str, int]:

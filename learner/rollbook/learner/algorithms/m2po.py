@@ -15,7 +15,7 @@ from rollbook.learner.config import NormConfig
 from rollbook.learner.rows import Floats, Rows
 
 from . import Tokens
-from .parts import keep_second_moment, with_extras
+from .parts import apart, keep_second_moment, with_extras
 from .recipe import Recipe, Scores
 
 
@@ -31,6 +31,6 @@ class Algorithm(Recipe):
 
     def loss(self, tokens: Tokens) -> tuple[Tensor, Mapping[str, Tensor]]:
         t = tokens
-        ratio_E = (t.logprobs_E - t.old_E).exp()
+        ratio_E = apart(t.logprobs_E, t.old_E).exp()
         loss = -(t.weight_E * t.advantages_E * ratio_E).sum()
         return with_extras(loss, t, self.actor, {"ratio": (t.mean_E * ratio_E.detach()).sum()})

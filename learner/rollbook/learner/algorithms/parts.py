@@ -20,6 +20,12 @@ NO_SPREAD = 1e-8
 """Deviations up to this carry no signal: what would be divided by them becomes 0."""
 
 
+FAR = 20.0
+"""Nats between two policies' logprobs of a token beyond which more makes no difference. Some engines write -9999 for a
+token that cannot be; its ratio is infinite in float32, and 0 times that, where it is masked or clipped, is no number.
+"""
+
+
 def shape_rewards(values: Floats, actor: ActorConfig) -> Floats:
     """clip((value + bias) * scaling, +-clip)."""
     shaped = (values + actor.reward_bias) * actor.reward_scaling
@@ -188,9 +194,14 @@ def sequence_mean(values_E: Tensor, t: Tokens) -> Tensor:
     return (total / count.clamp(min=1.0))[t.row_E]
 
 
+def apart(one_E: Tensor, other_E: Tensor) -> Tensor:
+    """E: the difference of two logprobs, at most FAR."""
+    return (one_E - other_E).clamp(-FAR, FAR)
+
+
 def log_ratio(t: Tokens, level: str) -> Tensor:
     """E: logp - prox; at sequence level its mean over the row, on each of the row's entries."""
-    difference_E = t.logprobs_E - t.prox_E
+    difference_E = apart(t.logprobs_E, t.prox_E)
     if level == "token":
         return difference_E
     if level == "sequence":
@@ -204,10 +215,10 @@ def behaviour_weight(t: Tokens, rejection: RejectionConfig | None) -> tuple[Tens
     level sequence puts the aggregate's weight on all of a row's entries. kl metrics of d = prox - old:
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d (the estimators of KL(old | prox)).
     """
-    d = (t.prox_E - t.old_E).detach()
+    d = apart(t.prox_E, t.old_E).detach()
     if rejection is not None and rejection.level == "sequence":
         aggregate = _aggregate(d, t, rejection.agg)
-        weight = aggregate.exp()
+        weight = aggregate.clamp(-FAR, FAR).exp()
     else:
         weight = d.exp()
     if rejection is None:
@@ -248,7 +259,7 @@ def kl_estimate(logprobs_E: Tensor, ref_E: Tensor, estimator: str) -> Tensor:
 
     With d = ref - logp: k1 = -d (unbiased, noisy), k2 = d^2 / 2 (biased), k3 = exp(d) - 1 - d (unbiased, >= 0).
     """
-    d = ref_E - logprobs_E
+    d = apart(ref_E, logprobs_E)
     if estimator == "k1":
         return -d
     if estimator == "k2":

@@ -131,11 +131,6 @@ class SingleBackend:
         betas = (config.beta1, config.beta2)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
-    def sample_as(self, temperature: float, top_p: float = 1.0, top_k: int = 0) -> None:
-        """From now on logprobs are of this sampling distribution."""
-        model = self.model.model
-        self.model.distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
-
     def score(self, tries: Iterable[Trie]) -> tuple[Floats, Floats]:
         found = _Found(has_entropies=self.model.value_head is None)
         self.model.eval()
