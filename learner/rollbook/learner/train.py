@@ -341,7 +341,7 @@ class Run:
         if recover.mode not in ("off", "disabled") and self.is_due("recover", recover, self.step):
             checkpoint.write_checkpoint(
                 self.checkpoints,
-                checkpoint.Meta(run_id=self.config.run_id, step=self.step, metrics=learned.metrics),
+                checkpoint.Meta(run_id=self.config.run_id, step=self.step, metrics=dict(learned.metrics)),
                 actor=self.actor,
                 critic=self.critic,
                 keep=recover.keep,
