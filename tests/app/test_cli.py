@@ -221,6 +221,31 @@ def test_prune_wants_a_condition_that_reads(spoken_book: Path, capsys: pytest.Ca
     assert len(has_tokens(spoken_book)) == 3
 
 
+STOPPED = """
+import os, signal, sys, threading, time
+from rollbook.app.reading import answer, open_for_reading
+
+def stop():
+    begun = time.process_time()
+    while time.process_time() < begun + 0.3:  # nothing but the query computes
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with open_for_reading(sys.argv[1]) as book:
+    threading.Thread(target=stop, daemon=True).start()
+    try:
+        answer(book, "select max(hash(i)) from range(1000000000000) t(i)")
+    except KeyboardInterrupt:
+        print(answer(book, "select 7 as n")["n"][0])
+"""
+
+
+def test_a_query_without_an_end_is_ended_by_ctrl_c(book_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED, str(book_path)], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr
+
+
 def test_show_and_episodes(book_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ep_2" in said(capsys, "episodes", str(book_path))[1]
     status, text = said(capsys, "show", str(book_path), "ep_1")

@@ -8,8 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,12 +51,24 @@ def answer(book: Book | None, statement: str | None, params: Sequence[str] = ())
     """
     if statement is None or book is None:
         return pa.table({"question": list(CANNED), "help": [one.help for one in CANNED.values()]})
+    ask = partial(book.canned, statement, **_params(params)) if statement in CANNED else partial(book.sql, statement)
     try:
-        if statement in CANNED:
-            return book.canned(statement, **_params(params))
-        return book.sql(statement)
+        return _stoppable(book, ask)
     except duckdb.Error as error:
         raise QueryRefused(f"{str(error).strip()} (docs/sql.md lists the tables and their columns)") from error
+
+
+def _stoppable(book: Book, ask: Callable[[], pa.Table]) -> pa.Table:
+    """DuckDB looks at no signal while it computes, so this thread stays free for Ctrl-C, which ends the query."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            return asked.result()
+        except KeyboardInterrupt:
+            while not asked.done():
+                book.interrupt()
+                wait([asked], timeout=0.02)
+            raise
 
 
 def _params(words: Sequence[str]) -> dict[str, Any]:

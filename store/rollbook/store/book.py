@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,6 +52,7 @@ class Book:
         self.log = log
         self.views = Views(log) if views is None else views
         self._payloads = Payloads(log)
+        self._asked: set[duckdb.DuckDBPyConnection] = set()
         try:
             self.catch_up()
         except BaseException:
@@ -79,6 +81,7 @@ class Book:
             for name, table in tables.items():
                 cursor.register(name, table)
             cursor.execute("begin transaction read only")
+            self._asked.add(cursor)
             try:
                 relation = cursor.sql(query, params=params) if params is not None else cursor.sql(query)
                 return pa.table({}) if relation is None else relation.to_arrow_table()
@@ -91,6 +94,17 @@ class Book:
                 if damage is not None:
                     raise damage from error
                 raise
+            finally:
+                self._asked.discard(cursor)
+
+    def interrupt(self) -> None:
+        """End the queries that other threads ask by `sql` at this moment, with duckdb.InterruptException.
+
+        One that is between two steps goes on: repeat it until the thread is back.
+        """
+        for cursor in list(self._asked):
+            with suppress(duckdb.ConnectionException):  # it has its answer and was closed
+                cursor.interrupt()
 
     def _compute(self, query: str, **tables: pa.Table) -> pa.Table:
         """`sql` of a query with somebody's expressions in it. Raises BadSelection for one that cannot be computed."""
