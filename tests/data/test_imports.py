@@ -340,6 +340,18 @@ def test_what_was_pruned_is_left_out_and_counted(tmp_path: Path) -> None:
         assert book.sql("select count(*) as n from pruned")["n"].to_pylist() == [0]
 
 
+def test_half_a_character_is_replaced_and_said(tmp_path: Path) -> None:
+    whole, half = '{"role": "user", "content": "\\ud83d\\ude00"}', '{"role": "assistant", "content": "cut \\uD83D"}'
+    (tmp_path / "chat.jsonl").write_text(f'{{"messages": [{whole}, {half}]}}\n')
+    done = import_into(tmp_path / "book", tmp_path / "chat.jsonl")
+    assert [n for note, n in done.notes.items() if "half a character" in note] == [1]
+    with open_book(tmp_path / "book") as book:
+        [name] = book.sql("select episode_id from episodes")["episode_id"].to_pylist()
+        [call] = book.episode(name).interactions
+    assert call.messages[0]["content"] == "\N{GRINNING FACE}"
+    assert call.reply["content"] == "cut \N{REPLACEMENT CHARACTER}"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
@@ -348,10 +360,18 @@ def test_what_was_pruned_is_left_out_and_counted(tmp_path: Path) -> None:
         ("a.jsonl", '{"messages": []}\n{"messages": 3}\n', "line 2: expected \"messages\""),
         ("a.jsonl", '{"traces": [{}], "id": 1}\n', "not as verifiers writes it"),
         ("a.json", '{"interactions": {}}', "expected rows with input_ids and loss_mask"),
+        ("a.jsonl", '{"messages": [{"role": 3}]}\n', "line 1: expected \"messages\""),
+        ("a.jsonl", '{"messages": [], "reward": "high"}\n', "line 1: expected \"reward\", a number, got 'high'"),
+        ("a.jsonl", '{"messages": [], "tools": 3}\n', "line 1: expected \"tools\", a list"),
+        ("a.jsonl", b"\x7fELF\xd0", "expected a JSON object a line"),
+        ("a.jsonl", b'{"messages": []}\n\xd0\n', "line 2: expected a JSON object"),
+        ("a.json", "nonsense", "not as AReaL writes it"),
+        ("a.pt", b"\x7fELF\xd0", "not as AReaL writes it"),
+        ("a.jsonl", '{"completion": 3, "prompt_len": 1, "task_id": 1, "prompt": 2, "reward": 1}\n', "not as AReaL"),
     ],
 )  # fmt: skip
-def test_a_wrong_source_is_one_sentence(name: str, text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
+def test_a_wrong_source_is_one_sentence(name: str, text: str | bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(StoreError, match=said):
         import_into(tmp_path / "book", tmp_path / name)
 

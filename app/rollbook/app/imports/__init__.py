@@ -73,8 +73,8 @@ def guess(path: Path) -> str:
         return "book"
     if path.suffix in (".pt", ".json"):
         return "areal"
-    with path.open(encoding="utf-8") as file:
-        text = next((line for line in file if line.strip()), "")
+    with path.open("rb") as file:
+        text = next((line for line in file if line.strip()), b"")
     try:
         first = json.loads(text)
     except ValueError as error:

@@ -11,6 +11,7 @@ import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,17 @@ def read(path: Path, outcome: Imported) -> Iterator[Attempt]:
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     n_of: dict[str, int] = {}
     for file in files:
-        if file.suffix in (".pt", ".json"):
-            for row in _rows(file):
-                yield _attempt(row, n_of, outcome)
-        elif file.suffix == ".jsonl" and file.name != "rows.jsonl":  # that one is our own export's list of its rows
-            yield from _texts(file)
+        try:
+            if file.suffix in (".pt", ".json"):
+                for row in _rows(file):
+                    yield _attempt(row, n_of, outcome)
+            elif file.suffix == ".jsonl" and file.name != "rows.jsonl":  # that one is our own export's list of its rows
+                yield from _texts(file, outcome)
+        except (LookupError, TypeError, ValueError, AttributeError, EOFError, RuntimeError, UnpicklingError) as error:
+            if isinstance(error, WrongSource):
+                raise
+            why = str(error).partition("\n")[0]
+            raise WrongSource(f"{file}: not as AReaL writes it ({type(error).__name__}: {why})") from error
 
 
 def _rows(file: Path) -> Iterator[Arrays]:
@@ -120,8 +127,8 @@ def _attempt(row: Arrays, n_of: dict[str, int], outcome: Imported) -> Attempt:
     return Attempt(key=f"{same} {n_of[same]}", task_id=task, group_id=task, calls=calls)
 
 
-def _texts(file: Path) -> Iterator[Attempt]:
-    for place, row in json_lines(file):
+def _texts(file: Path, outcome: Imported) -> Iterator[Attempt]:
+    for place, row in json_lines(file, outcome):
         missing = [name for name in ("task_id", "prompt", "completion", "reward") if name not in row]
         if missing:
             raise WrongSource(f"{place}: expected {missing[0]!r}, as AReaL's dump_to_file writes it")

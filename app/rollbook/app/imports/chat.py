@@ -14,11 +14,18 @@ from .record import Attempt, Call, Imported, Message, WrongSource, digest, json_
 def read(path: Path, outcome: Imported) -> Iterator[Attempt]:
     attempt: Attempt | None = None
     n_of: dict[str, int] = {}  # lines that say the same, of one file, are as many episodes
-    for place, row in json_lines(path):
+    for place, row in json_lines(path, outcome):
         messages = row.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+        ):
             raise WrongSource(f'{place}: expected "messages", a list of objects with a role')
-        calls = _calls(messages, row.get("tools") or [])
+        tools, reward = row.get("tools") or [], row.get("reward")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise WrongSource(f'{place}: expected "tools", a list of objects')
+        if reward is not None and not isinstance(reward, int | float):
+            raise WrongSource(f'{place}: expected "reward", a number, got {reward!r}')
+        calls = _calls(messages, tools)
         if not calls:
             outcome.notes["lines have no assistant message that was sampled: nothing to record"] += 1
             continue
@@ -33,7 +40,6 @@ def read(path: Path, outcome: Imported) -> Iterator[Attempt]:
         same = digest(row)
         file = place.rpartition(" line ")[0]
         n_of[file + same] = n_of.get(file + same, 0) + 1
-        reward = row.get("reward")
         attempt = Attempt(
             key=f"{same} {n_of[file + same]}",
             task_id=row.get("task_id") or f"task_{digest(calls[0].messages)[:16]}",

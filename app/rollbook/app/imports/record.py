@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,6 +37,9 @@ NO_TOKENS = "interactions have no token ids: not trainable; --tokenizer MODEL ma
 NO_LOGPROBS = "interactions have tokens but no logprobs: not trainable by policy gradients, fit for supervised training"
 NO_VERSION = "interactions do not say which policy version sampled them: it is recorded as -1"
 NO_MESSAGES = "interactions have tokens but no messages: `show --tokenizer MODEL` spells them"
+
+_HALF = re.compile("[\ud800-\udfff]")  # UTF-8 has none
+HALVES = "lines have half a character, from a text that was cut in UTF-16: U+FFFD stands for it"
 
 
 @dataclass
@@ -102,15 +106,19 @@ def event_id(*parts: Any) -> bytes:
     return bytes(raw)
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path, outcome: Imported) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, object) of each line of a file, or of every .jsonl file below a folder. Raises WrongSource."""
     for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
-        with file.open(encoding="utf-8") as text:
-            for n, line in enumerate(text, 1):
+        with file.open("rb") as lines:
+            for n, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 try:
                     row = json.loads(line)
+                    if b"\\ud" in line.lower():
+                        said = json.dumps(row, ensure_ascii=False)
+                        row = json.loads(_HALF.sub("\N{REPLACEMENT CHARACTER}", said))
+                        outcome.notes[HALVES] += _HALF.search(said) is not None
                 except ValueError as error:
                     raise WrongSource(f"{file} line {n}: expected a JSON object: {error}") from error
                 if not isinstance(row, dict):

@@ -16,7 +16,7 @@ OLDEST = "episodes say a span of policy versions: each of their tokens has the o
 
 def read(path: Path, outcome: Imported) -> Iterator[Attempt]:
     n_of: dict[str, int] = {}
-    for place, row in json_lines(path):
+    for place, row in json_lines(path, outcome):
         try:
             if "traces" in row:
                 yield _episode(row, outcome)
