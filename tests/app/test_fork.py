@@ -18,12 +18,13 @@ from rollbook.agents.data import Task
 from rollbook.agents.runner import Episode, Runner
 from rollbook.app.examples import examples_folder
 from rollbook.app.fork import Again, NotForked, fork, fork_on, task_of, todays_policy, way_to
+from rollbook.app.models import prepare_model
 from rollbook.learner.batches import load_rows
 from rollbook.learner.config import CreditConfig
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Generation
 from rollbook.proxy.errors import NotFound
-from rollbook.store import EpisodeOpened, Event, InteractionRecorded, MemoryLog, open_book, prune
+from rollbook.store import EpisodeOpened, Event, InteractionRecorded, MemoryLog, PolicyPublished, open_book, prune
 from rollbook.store.book import Book
 from rollbook.store.selection import Selection
 
@@ -203,6 +204,8 @@ async def test_what_is_not_in_the_book_cannot_be_forked() -> None:
             way_to(book, "nothing")
         with pytest.raises(NotForked, match="say with --model"):
             todays_policy(book, ids[0])
+        with pytest.raises(NotForked, match="at least 1 sample, got 0"):
+            fork(Path("book"), ids[0], n=0)
 
 
 @pytest.mark.slow
@@ -229,3 +232,11 @@ def test_the_command_forks_an_episode_of_a_book(tmp_path: Path) -> None:
             "from episodes where run_id = 'fork' group by all order by group_id"
         ).to_pylist()
     assert [(row["n"], row["calls"], row["origins"]) for row in rows] == [(2, 3, 2), (2, 3, 2)]
+    policy = PolicyPublished(version=3, path=str(prepare_model("tiny")))
+    with open_book(tmp_path / "book", writer="test") as book:
+        book.log.append_blocking(Event(run_id="eval", fact=policy))
+    rollbook("fork", "book", "last", "--n", "1", "--run", "short", *engine[2:], "--set", "gconfig.max_new_tokens=1")
+    with open_book(tmp_path / "book") as book:
+        short = book.sql("select n_output, version_min from episodes where run_id = 'short'").to_pylist()
+    # Two calls are repeated as they were; the third is today's policy's, by the script and with the setting.
+    assert [(row["version_min"], row["n_output"]) for row in short] == [(3, 1)], short

@@ -136,11 +136,14 @@ def _print_evaluation(book: Book, args: argparse.Namespace) -> None:
             print_table(failed, "table", out)
 
 
-def _engine_args(args: argparse.Namespace) -> list[str]:
-    """What `serve` needs to answer with `--model`: a folder, a name, a policy of a book, or a vLLM at a URL."""
+def _engine_args(args: argparse.Namespace, policy: Sequence[str] = ()) -> list[str]:
+    """What `serve` needs to answer with `--model`: a folder, a name, a policy of a book, or a vLLM at a URL; without
+    it, with `policy`."""
     from .evaluation import policy_args
 
-    if args.model.startswith(("http://", "https://")):
+    if args.model is None:
+        serve_args = [*policy]
+    elif args.model.startswith(("http://", "https://")):
         if args.served_model is None:
             raise Stop("a vLLM at a URL needs --served-model DIR, the folder of the model that it serves")
         serve_args = ["--engine", "vllm", "--engine-url", args.model, "--model", args.served_model]
@@ -161,7 +164,7 @@ def _engine_args(args: argparse.Namespace) -> list[str]:
 def _fork(args: argparse.Namespace) -> None:
     from rollbook.agents.workflow import resolve
 
-    from .fork import fork
+    from .fork import fork, todays_policy
     from .reading import find_interaction
 
     sys.path.insert(0, os.getcwd())
@@ -169,11 +172,12 @@ def _fork(args: argparse.Namespace) -> None:
         resolve(args.agent)
     with open_book(args.book) as book:
         origin = find_interaction(book, args.interaction)
+        policy = todays_policy(book, origin) if args.model is None else []
     group_id, episodes = fork(
         Path(args.book),
         origin,
         args.agent,
-        serve_args=None if args.model is None else _engine_args(args),
+        serve_args=_engine_args(args, policy),
         run_id=args.run,
         n=args.n,
     )

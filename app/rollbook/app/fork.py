@@ -186,6 +186,8 @@ def fork(
     workflow: the agent, as for training; None: the interaction's request alone. serve_args: what `serve` needs to
     answer; None: the newest policy of the interaction's run. Raises NotForked.
     """
+    if n < 1:
+        raise NotForked(f"a fork takes at least 1 sample, got {n}")
     with open_book(book_path) as book:
         way = way_to(book, interaction_id)
         if (row := way[-1].row)["is_pruned"] or row["is_broken"]:
