@@ -331,6 +331,16 @@ def leaves(episode):
 async def leaves_async(episode):
     return leaves(episode)
 
+async def cancels(episode):
+    if episode.row["episode_id"] == "ep_1":
+        raise asyncio.CancelledError
+    return 1.0
+
+def throws(episode):
+    if episode.row["episode_id"] == "ep_1":
+        raise BaseException("as pytest.fail does")
+    return 1.0
+
 def timed(episode):
     note(episode, "times")
     return 1.0
@@ -369,7 +379,7 @@ def test_a_judgement_that_takes_too_long_fails(
     assert "TimeoutError" in str(answers["ep_1"][1])
 
 
-@pytest.mark.parametrize("function", ["leaves", "leaves_async"])
+@pytest.mark.parametrize("function", ["leaves", "leaves_async", "cancels", "throws"])
 def test_a_judge_that_exits_fails_one_judgement_and_prints_into_no_answer(
     function: str, book_path: str, paced: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -444,3 +454,7 @@ def test_a_process_that_dies_is_one_sentence_and_the_rest_is_judged_next_time(
 def test_a_pace_that_cannot_be_is_refused(book_path: str, paced: str) -> None:
     with pytest.raises(BadSelection, match="rate_per_s must be more than 0"):
         reward_by_function(book_path, f"{paced}:timed", name="x", rate_per_s=0)
+    with pytest.raises(BadSelection, match="timeout_s must be more than 0, got nan"):
+        reward_by_function(book_path, f"{paced}:timed", name="x", timeout_s=float("nan"))
+    with pytest.raises(BadSelection, match="retries must not be negative"):
+        reward_by_function(book_path, f"{paced}:timed", name="x", retries=-1)

@@ -64,8 +64,10 @@ class Pace:
     def __post_init__(self) -> None:
         for name in ("timeout_s", "rate_per_s", "batch", "concurrency", "processes"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:  # nor NaN
                 raise BadSelection(f"{name} must be more than 0, got {value}")
+        if self.retries < 0:
+            raise BadSelection(f"retries must not be negative, got {self.retries}")
 
     @property
     def chunk(self) -> int:
@@ -124,7 +126,7 @@ async def _judge_piece(
             if inspect.isawaitable(value):
                 value = await settle(_contained(value), pace.timeout_s)
             return _judgements(value, piece, pace)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # a judge's exit() ends its own judgement
+        except BaseException as error:  # a judge's exit() ends its own judgement, as does what a library throws
             reason = f"{type(error).__name__}: {error}"
     return [(episode.episode_id, {}, reason) for episode in piece]
 
@@ -132,7 +134,12 @@ async def _judge_piece(
 async def _contained(value: Awaitable[Any]) -> Any:
     try:
         return await value
-    except (SystemExit, KeyboardInterrupt) as error:  # which would end the event loop
+    except Exception:
+        raise
+    except BaseException as error:  # which would end the event loop
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # ours: it took too long
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
