@@ -114,7 +114,7 @@ def test_verl_tensors_have_its_layout(shown_book: Path, tmp_path: Path) -> None:
         assert np.array_equal(tensors["rollout_log_probs"][r][response].numpy(), tokens.logprobs[where][-n_response:])
         scores = tensors["rm_scores"][r]
         assert scores[n_response - 1] == index[r]["reward"] == scores.sum()
-    assert data["non_tensors"]["uid"] == [row["group_id"] or row["episode_id"] for row in index]
+    assert data["non_tensors"]["uid"] == [f"{row['run_id']} {row['group_id'] or row['episode_id']}" for row in index]
     assert all(len(values) == n for values in data["non_tensors"].values())
 
 

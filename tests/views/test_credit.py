@@ -240,6 +240,7 @@ def test_a_long_conversation_takes_no_round_for_each_turn(gamma: float) -> None:
 def statistics(groups: dict[str, list[float | None]]) -> list[dict[str, Any]]:
     rows = [(f"{g}.{i}", g, r) for g, rewards in groups.items() for i, r in enumerate(rewards)]
     table = pa.table(dict(zip(["episode_id", "group_id", "reward"], map(list, zip(*rows, strict=True)), strict=True)))
+    table = table.append_column("run_id", pa.array(["r"] * table.num_rows))
     query = group_statistics_query("select * from given")
     return Book(MemoryLog()).sql(f"{query} order by episode_id", given=table).to_pylist()
 

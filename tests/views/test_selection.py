@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -331,3 +332,22 @@ def test_what_was_broken_is_offered_once_its_parent_has_come() -> None:
     ids = book.select(Selection())["interaction_id"].to_pylist()
     assert sorted(ids) == ["a", "b", "c"]
     assert book.load(ids).n_tokens == 7 + 14 + 21
+
+
+def test_groups_of_two_runs_with_one_id_are_two_groups() -> None:
+    log = MemoryLog()
+    for run, rewards in (("one", (0.0, 1.0)), ("two", (10.0, 11.0)), ("three", (5.0, 5.0))):
+        for i, reward in enumerate(rewards):
+            state = None if run == "three" and not i else "done"
+            events = episode(f"{run}{i}", "0", reward, state=state)
+            log.append_blocking(*(msgspec.structs.replace(one, run_id=run) for one in events))
+    book = Book(log)
+    rows = book.select(Selection(rows="episodes", where="run_id <> 'three'")).to_pylist()
+    assert {row["episode_id"]: row["advantage_mean"] for row in rows} == {
+        "one0": -0.5, "one1": 0.5, "two0": -0.5, "two1": 0.5,
+    }  # fmt: skip
+    assert {row["group_n"] for row in rows} == {2}
+    for order in ("oldest", "newest", "random"):
+        found = book.select(Selection(rows="episodes", order=order, limit=1))["run_id"].to_pylist()  # type: ignore[arg-type]
+        assert len(set(found)) == 1
+    assert reasons(book, group_size=2, drops_equal=True) == {"three0": "open", "three1": "incomplete"}

@@ -314,13 +314,14 @@ def is_equal_sql(low: str, high: str) -> str:
 
 
 def group_statistics_query(rewards: str) -> str:
-    """SQL that adds the statistics of its group to each row of a relation (episode_id, group_id, reward).
+    """SQL that adds the statistics of its group to each row of a relation (episode_id, run_id, group_id, reward).
 
     Over the episodes of the group that have a reward: group_n, group_mean, group_std (of the sample; 0 for one),
     others_mean (of the others; NULL for one), group_rank (0 for the lowest to 1 for the highest; ties, which are
     rewards that follow one another within TOLERANCE, in the middle), is_equal (no difference beyond TOLERANCE), and
     three advantages, all 0 where is_equal: advantage_std = (r - mean) / std, advantage_mean = r - mean,
-    advantage_others = r - mean of the others. A row without a group is a group of its own.
+    advantage_others = r - mean of the others. A row without a group is a group of its own, and
+    an id names a group of its run.
     """
     return f"""
         with grouped as (
@@ -328,18 +329,18 @@ def group_statistics_query(rewards: str) -> str:
               {is_equal_sql("g.low", "g.high")} as is_equal, coalesce(x.group_id, x.episode_id) as _key,
               {_tolerance_sql("g.low", "g.high")} as _tolerance
             from ({rewards}) x left join (
-                select coalesce(group_id, episode_id) as key, count(*) as n, avg(reward) as mean,
+                select run_id, coalesce(group_id, episode_id) as key, count(*) as n, avg(reward) as mean,
                   stddev_samp(reward) as std, min(reward) as low, max(reward) as high
                 from ({rewards}) where reward is not null group by all
-            ) g on g.key = coalesce(x.group_id, x.episode_id)
+            ) g on g.run_id = x.run_id and g.key = coalesce(x.group_id, x.episode_id)
         ),
         stepped as (
-            select *, reward - lag(reward) over (partition by _key order by reward) > _tolerance as _is_apart
+            select *, reward - lag(reward) over (partition by run_id, _key order by reward) > _tolerance as _is_apart
             from grouped
         ),
         tied as ( -- the frame ends with the last of equal rewards, so it does not matter which of them is apart
             select *, case when reward is not null
-              then count(*) filter (_is_apart) over (partition by _key order by reward) end as _tie
+              then count(*) filter (_is_apart) over (partition by run_id, _key order by reward) end as _tie
             from stepped
         ),
         ranked as (
@@ -347,8 +348,8 @@ def group_statistics_query(rewards: str) -> str:
               case when reward is not null and group_n > 1 then (group_n * group_mean - reward) / (group_n - 1) end
                 as others_mean,
               case when reward is null then null when group_n = 1 then 0.5 else (
-                rank() over (partition by _key order by _tie) - 1 +
-                (count(*) over (partition by _key, _tie) - 1) / 2.0
+                rank() over (partition by run_id, _key order by _tie) - 1 +
+                (count(*) over (partition by run_id, _key, _tie) - 1) / 2.0
               ) / (group_n - 1) end as group_rank
             from tied
         )

@@ -190,9 +190,9 @@ def _judged(selection: Selection, *, with_reasons: bool = False) -> str:
             select * exclude (reason_2), coalesce(group_id, episode_id) as key from own where reason_2 is null
         ),
         facts as (
-            select key, any_value(group_id) as group_id, max(coalesce(closed_at, opened_at)) as ended_at,
+            select run_id, key, any_value(group_id) as group_id, max(coalesce(closed_at, opened_at)) as ended_at,
               {is_equal_sql("min(reward)", "max(reward)")} as is_equal
-            from fit group by key
+            from fit group by run_id, key  -- a group is of its run: two runs may use the same ids
         ),
         sized as ({_sized(selection)}),
         drawn as ({_drawn(selection)})
@@ -206,23 +206,23 @@ def _sized(selection: Selection) -> str:
     return f"""
         select f.*, coalesce(g.n_open = 0 and g.n_ended >= {selection.group_size}, false) as is_whole
         from facts f left join (
-            select group_id, count(*) filter (where state = 'open') as n_open,
+            select run_id, group_id, count(*) filter (where state = 'open') as n_open,
               count(*) filter (where state in ('done', 'failed')) as n_ended
-            from episodes where group_id in (select group_id from facts) and {_scope(selection)} group by group_id
-        ) g using (group_id)
+            from episodes where group_id in (select group_id from facts) and {_scope(selection)} group by all
+        ) g using (run_id, group_id)
     """
 
 
 def _drawn(selection: Selection) -> str:
     place = {
-        "oldest": "ended_at, key",
-        "newest": "ended_at desc, key",
-        "random": f"hash(key || {literal(str(selection.seed))}), key",
+        "oldest": "ended_at, key, run_id",
+        "newest": "ended_at desc, key, run_id",
+        "random": f"hash(key || {literal(str(selection.seed))}), key, run_id",
     }[selection.order]
     limit = "" if selection.limit is None else f"limit {selection.limit}"
     also = " and not is_equal" if selection.drops_equal else ""
     return f"""
-        select key, row_number() over (order by {place}) as place from sized
+        select run_id, key, row_number() over (order by {place}) as place from sized
         where is_whole{also} order by {place} {limit}
     """
 
@@ -257,7 +257,7 @@ def select_query(selection: Selection) -> str:
     """
     chosen = group_statistics_query("select * from picked")
     base = f"""
-        with {_judged(selection)}, picked as (select fit.*, place from fit join drawn using (key)),
+        with {_judged(selection)}, picked as (select fit.*, place from fit join drawn using (run_id, key)),
         chosen as ({chosen})
     """
     about = f"c.episode_id, c.run_id, c.group_id, c.task_id, c.reward, {', '.join('c.' + name for name in STATISTICS)}"
@@ -313,7 +313,7 @@ def select_query(selection: Selection) -> str:
 
 def episodes_query(selection: Selection) -> str:
     """SQL for the episode_ids of a selection, in no order and without statistics."""
-    return f"with {_judged(selection)} select episode_id from fit join drawn using (key)"
+    return f"with {_judged(selection)} select episode_id from fit join drawn using (run_id, key)"
 
 
 def discards_query(selection: Selection) -> str:
@@ -328,8 +328,8 @@ def discards_query(selection: Selection) -> str:
                   when d.key is null then 'not_drawn' end
             ) as reason
             from scoped s left join own o using (episode_id)
-            left join sized z on z.key = coalesce(s.group_id, s.episode_id)
-            left join drawn d on d.key = z.key
+            left join sized z on z.run_id = s.run_id and z.key = coalesce(s.group_id, s.episode_id)
+            left join drawn d on d.run_id = z.run_id and d.key = z.key
         )
         from reasons where reason is not null order by episode_id
     """

@@ -132,7 +132,7 @@ def _data_proto(rows: list[dict[str, Any]], tokens: Tokens, pad_id: int) -> dict
     return {
         "tensors": {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
         "non_tensors": {
-            "uid": [row["group_id"] or row["episode_id"] for row in rows],
+            "uid": [f"{row['run_id']} {row['group_id'] or row['episode_id']}" for row in rows],
             "data_source": [row["task_id"] for row in rows],
             "__num_turns__": [row["n_interactions"] for row in rows],
             "episode_id": [row["episode_id"] for row in rows],

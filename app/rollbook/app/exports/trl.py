@@ -64,6 +64,11 @@ def _line(one: Conversation, kind: Kind, label_at: float) -> dict[str, Any]:
     return line | {"id": one.interaction.interaction_id}
 
 
+def _group(one: Conversation) -> tuple[str, str]:
+    """What tells groups apart: two runs may use the same ids."""
+    return one.row["run_id"], one.row["group_id"] or f"task {one.row['task_id']}"
+
+
 def _preferences(book: Book, selection: Selection, notes: list[str]) -> Iterator[dict[str, Any]]:
     """Of each group the best with the worst, the second best with the second worst, as long as their rewards differ.
 
@@ -72,7 +77,7 @@ def _preferences(book: Book, selection: Selection, notes: list[str]) -> Iterator
     n_alone = 0
     main = (one for one in conversations(book, selection, "trajectories", notes) if _is_main(one))
     # The rows of a group come together.
-    for _, found in groupby(main, key=lambda one: one.row["group_id"] or f"task {one.row['task_id']}"):
+    for _, found in groupby(main, key=_group):
         asked: dict[str, list[Conversation]] = {}
         for one in found:
             asked.setdefault(json.dumps([one.prompt, one.tools], sort_keys=True), []).append(one)

@@ -206,9 +206,9 @@ def _rewards(book: Book, own: str) -> Iterator[Finding]:
         f"""
         select count(*) as n, count(*) filter (where low = high) as equal,
           count(*) filter (where low = high and low = best) as solved
-        from (select group_id, min(reward) as low, max(reward) as high from episodes
+        from (select min(reward) as low, max(reward) as high from episodes
               where {own} and reward is not null and group_id is not null and not coalesce(is_eval, false)
-              group by group_id having count(*) > 1), (select max(reward) as best from episodes where {own})
+              group by run_id, group_id having count(*) > 1), (select max(reward) as best from episodes where {own})
         """,
     )
     if groups["equal"] * 2 > groups["n"]:

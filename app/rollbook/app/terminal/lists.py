@@ -26,13 +26,13 @@ _RUNS = """
     group by r.run_id order by last_at desc nulls last, r.run_id
 """
 _GROUPS = """
-    select group_id, any_value(run_id) as run_id, any_value(task_id) as task_id, count(*) as episodes,
+    select group_id, run_id, any_value(task_id) as task_id, count(*) as episodes,
       count(*) filter (where state = 'open') as open, count(*) filter (where state in ('failed', 'abandoned', 'lost'))
         as not_done,
       avg(reward) as reward, stddev_samp(reward) as reward_std, min(reward) as worst, max(reward) as best,
       sum(n_taken) > 0 as is_taken, min(version_min) as version_min, max(version_max) as version_max,
       max(coalesce(closed_at, opened_at)) as last_at
-    from episodes where group_id is not null group by group_id order by last_at desc, group_id
+    from episodes where group_id is not null group by group_id, run_id order by last_at desc, group_id
 """
 _EPISODES = """
     select episode_id, run_id, task_id, group_id, state, reward, n_interactions as calls, n_output as tokens,
