@@ -20,10 +20,11 @@ from learner.tiny import tiny_folder, tiny_model
 from rollbook.learner import PPOTrainer, TrainConfig, batches
 from rollbook.learner.batches import drawn, rows_of, was_held
 from rollbook.learner.config import CriticConfig, LoraConfig, ModelConfig
-from rollbook.learner.errors import BadSetting, NothingToTrain, PoliciesDisagree
+from rollbook.learner.errors import BadCheckpoint, BadSetting, NothingToTrain, PoliciesDisagree
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
 from rollbook.learner.train import throughput, without_keys
+from rollbook.store import prune
 from rollbook.store.book import Book, open_book
 from rollbook.store.errors import BadEvent
 from rollbook.store.events import EpisodeClosed, EpisodeOpened, Event, InteractionRecorded, RewardGiven, TokensScored
@@ -96,6 +97,22 @@ def test_a_finished_run_started_again_does_nothing(tmp_path: Path, model: str) -
     after = run(config, again)
     assert again.n_drawn == 0
     assert [m["loss"] for m in after] == [m["loss"] for m in before]
+
+
+def test_a_run_goes_on_when_what_it_trained_was_pruned(tmp_path: Path, model: str) -> None:
+    config = echo_config(tmp_path, model, total_train_epochs=2)
+    run(config, EchoRollouts())
+    with open_book(config.book_path) as book:
+        trained = book.sql("select episode_id from episodes where n_taken > 0")["episode_id"].to_pylist()
+    assert prune(config.book_path, episode_ids=trained).n_events
+    config.total_train_epochs = 3
+    assert len(run(config, EchoRollouts())) == 3
+    (Path(config.run_path) / "checkpoints" / "step-00000003").rename(tmp_path / "lost")
+    with open_book(config.book_path) as book:
+        trained = book.sql("select episode_id from episodes where n_taken > 0")["episode_id"].to_pylist()
+    assert prune(config.book_path, episode_ids=trained).n_events
+    with pytest.raises(BadCheckpoint, match="step 2 is newer than the newest checkpoint and cannot be trained again"):
+        run(config, EchoRollouts())
 
 
 def test_two_ranks_go_on_where_one_was_and_train_the_same(tmp_path: Path, model: str) -> None:

@@ -44,13 +44,19 @@ class Group:
 
 
 @dataclass(kw_only=True)
-class Batch:
-    """What one step trains."""
+class Taken:
+    """What the book says of a batch, whose tokens may have been pruned since."""
 
     batch_id: str
     step: int
-    rows: Rows
     is_trained: bool = False  # the book says so already: a replay after a restart
+
+
+@dataclass(kw_only=True)
+class Batch(Taken):
+    """What one step trains."""
+
+    rows: Rows
     ref_E: Floats | None = None  # stored logprobs of the reference, where they have been read
     discarded: dict[str, int] = field(default_factory=dict)
 
@@ -262,22 +268,14 @@ def take(
     return batch
 
 
-def taken_batches(book: Book, run_id: str, *, from_step: int) -> list[Batch]:
-    """Batches of the run from a step on, as they were taken, in order."""
+def taken_batches(book: Book, run_id: str, *, from_step: int) -> list[Taken]:
+    """Batches of the run from a step on, in order; `rows_of` reads them."""
     known = book.sql(
         "select batch_id, step, trained_at is not null as is_trained from batches "
         "where run_id = $run and step >= $step order by step, taken_at",
         {"run": run_id, "step": from_step},
     ).to_pylist()
-    return [
-        Batch(
-            batch_id=b["batch_id"],
-            step=b["step"],
-            is_trained=b["is_trained"],
-            rows=rows_of(book, b["batch_id"], run_id),
-        )
-        for b in known
-    ]
+    return [Taken(**batch) for batch in known]
 
 
 def rows_of(book: Book, batch_id: str, run_id: str | None = None) -> Rows:

@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollbook.store import BatchTrained, Event, PolicyPublished, RunStarted, TokensScored
+from rollbook.store import BatchTrained, Event, PayloadPruned, PolicyPublished, RunStarted, TokensScored
 from rollbook.store.book import Book
 
 from . import batches, checkpoint, publish
 from .algorithms import Algorithm
 from .backend import Backend
-from .batches import Batch, Group
+from .batches import Batch, Group, Taken
 from .config import FrequencyConfig, TrainConfig
 from .errors import BadCheckpoint
 from .folders import keep_newest
@@ -104,8 +104,9 @@ class Run:
         self.used = batches.used_groups(self.book, self.config.run_id)
         self.failed_before = batches.failed_episodes(self.book, self.config.run_id, self.used)
         self.load_checkpoint()
-        for batch in batches.taken_batches(self.book, self.config.run_id, from_step=self.step):
-            self.report.waiting(f"training batch {batch.step} again from the book")
+        for taken in batches.taken_batches(self.book, self.config.run_id, from_step=self.step):
+            self.report.waiting(f"training batch {taken.step} again from the book")
+            batch = self.again(taken)
             learned = self.learn(batch)
             self.keep(batch, learned)
             self.publish(batch, learned)
@@ -165,6 +166,17 @@ class Run:
             )
         for batch in last:
             self.announce(batch, meta.metrics)
+
+    def again(self, taken: Taken) -> Batch:
+        """A batch that was taken after the newest checkpoint. Raises BadCheckpoint where its tokens are gone."""
+        try:
+            rows = batches.rows_of(self.book, taken.batch_id, self.config.run_id)
+        except PayloadPruned as error:
+            raise BadCheckpoint(
+                f"step {taken.step} is newer than the newest checkpoint and cannot be trained again: {error}; give the "
+                f"run another trial_name, with actor.path={self.weights} to go on from the checkpoint's weights"
+            ) from error
+        return Batch(**vars(taken), rows=rows)
 
     # ------------------------------------------------------------ the loop's sentences
 
@@ -355,19 +367,20 @@ class Run:
             "waited_s": self._due.pop("waited", 0.0),
             **{f"discarded_{reason}": float(n) for reason, n in batch.discarded.items()},
         }
-        self.announce(batch, metrics, learned)
+        says_scores = self.config.write_scores and not batch.is_trained
+        self.announce(batch, metrics, self.scores(batch, learned) if says_scores else ())
         if self.rollouts is not None and self.is_rolling:
             self.rollouts.publish(str(self.weights), self.step)
         self.report.step(batch.step, metrics)
 
-    def announce(self, batch: Batch, metrics: Mapping[str, float | None], learned: Learned | None = None) -> None:
+    def announce(self, batch: Taken, metrics: Mapping[str, float | None], scores: Sequence[Event] = ()) -> None:
         """Make the weights visible and say so in the book. Again, after a kill: only what is missing."""
         if not self.weights.is_dir():
             tokenizer = Path(self.config.tokenizer_path or self.config.actor.path)
             publish.write_policy(self.actor, self.weights, tokenizer=tokenizer)
         if not batch.is_trained:
             self.append(
-                *(self.scores(batch, learned) if learned is not None and self.config.write_scores else ()),
+                *scores,
                 BatchTrained(batch_id=batch.batch_id, step=batch.step, metrics=dict(metrics)),
                 PolicyPublished(version=self.step, path=str(self.weights), step=self.step),
             )
