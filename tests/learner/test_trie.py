@@ -241,6 +241,20 @@ def test_turns_that_go_on_from_one_another_are_one_path_and_fill_the_budget() ->
         assert [(trie.n_nodes, trie.is_forked) for trie in tries] == [(3 * 39, False)] * 2
 
 
+@pytest.mark.parametrize("form", ["trie", "paths", None])
+def test_a_conversation_longer_than_the_budget_is_computed_once(form: str | None) -> None:
+    """Of its turns none can be alone with less than its whole history, and the last needs all of it anyway."""
+
+    def conversation(first: int, n_turns: int) -> list[tuple[list[int], list[int]]]:
+        path = np.random.default_rng(first).integers(0, 9, 10 * n_turns).tolist()
+        return [([first, *path[: 10 * t + 4]], path[10 * t + 4 : 10 * t + 9]) for t in range(n_turns)]
+
+    rows = make_rows([*conversation(10, 3), *conversation(11, 40), *conversation(12, 3), *conversation(13, 30)])
+    tries = list(micro_batches(rows, max_tokens=100, form=form))  # type: ignore[arg-type]
+    assert sorted(trie.n_nodes for trie in tries) == [29, 29, 299, 399]
+    assert sum(len(trie.entry_E) for trie in tries) == len(rows.logprobs)
+
+
 def test_the_same_body_twice_keeps_two_entries() -> None:
     rows = make_rows([([1, 2], [3, 4]), ([1, 2], [3, 4])])
     trie = build(rows)

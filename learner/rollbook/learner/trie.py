@@ -82,7 +82,7 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie", l
     end_T = np.empty(n_nodes, np.int64)
     for closed, at in ends:
         end_T[closed] = at
-    outputs, out = rows.output_ids, rows.output_starts
+    out = rows.output_starts
     empty = np.empty(0, np.int64)
     node_E = np.concatenate([nodes[int(r)] for r in chosen]) if len(chosen) else empty
     entry_E = np.concatenate([np.arange(out[r], out[r + 1]) for r in chosen]) if len(chosen) else empty
@@ -98,7 +98,7 @@ def build(rows: Rows, row_indices: Ints | None = None, *, form: Form = "trie", l
         end_T=end_T,
         node_P=asked_P // len(draws),
         predictor_E=predictor_E,
-        target_E=outputs[entry_E],
+        target_E=np.concatenate([rows.path(r)[rows.n_prompt[r] :] for r in chosen]) if len(chosen) else empty,
         row_E=row_E,
         entry_E=entry_E,
         draws=draws,
@@ -128,7 +128,8 @@ def micro_batches(
     """Cut rows into tries of at most `max_tokens` nodes.
 
     A row never leaves its path: what its micro-batch lacks of a shared prefix is computed again there. A single path
-    longer than the budget stands alone. Neighbours in the tree stay together, so little is computed twice.
+    longer than the budget stands alone, with all rows that it goes on from. Neighbours in the tree stay together, so
+    little is computed twice.
     Several ranks get a multiple of their number, all of about the same cost (for a model of this hidden size).
     least: see `build`. form None: the cheaper one, see TREE_COST.
     """
@@ -193,8 +194,9 @@ def _plan(
 def _cut(fresh: Floats, whole: Floats, continues: npt.NDArray[np.bool_], limits: Floats) -> list[int]:
     """Where pieces begin if each takes what its limits allow.
 
-    fresh, whole: what each row takes behind the one before it, and at the beginning of a piece. Cuts fall between
-    chains where a chain fits, since the row after a cut computes all of its prefix.
+    fresh, whole: what each row takes behind the one before it, and at the beginning of a piece: tokens and cost. Cuts
+    fall between chains where a chain fits, since the row after a cut computes all of its prefix. A chain of more tokens
+    than fit is a piece of its own: its last row alone takes as many.
     """
     starts = np.flatnonzero(~continues)
     chain = dict(zip(starts.tolist(), np.add.reduceat(fresh, starts), strict=True))
@@ -203,7 +205,12 @@ def _cut(fresh: Floats, whole: Floats, continues: npt.NDArray[np.bool_], limits:
         more = fresh[i]
         if i in chain and (chain[i] <= limits).all():
             more = chain[i]
-        if (size + more > limits).any():
+        is_over = size + more > limits
+        if continues[i] and size[0] == whole[i - 1, 0]:  # the piece is one path, and this row goes on with it
+            is_over[0] = False
+        elif i in chain and chain[i][0] > limits[0]:
+            is_over[0] = True
+        if is_over.any():
             cuts.append(i)
             size = whole[i]
         else:
