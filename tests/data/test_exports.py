@@ -12,7 +12,7 @@ import torch
 
 from rollbook.app.cli import main
 from rollbook.app.exports import export_book
-from rollbook.store import BadSelection, Event, InteractionRecorded, open_book
+from rollbook.store import BadSelection, EpisodeOpened, Event, InteractionRecorded, open_book
 from rollbook.store.events import Messages, encode_messages
 from rollbook.store.prune import prune
 from rollbook.store.selection import Selection
@@ -193,6 +193,14 @@ def test_rows_whose_messages_are_gone_are_left_out_and_said(form: str, own_book:
     n_gone = 2 + leaves.count(gone)
     assert n_all - done.n_rows == n_gone
     assert any(note.startswith(f"{n_gone} rows are left out, since the book has not all") for note in done.notes)
+
+
+def test_a_book_of_evaluations_says_why_nothing_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_book(tmp_path / "book", writer="test") as book:
+        opened = EpisodeOpened(task_id="t", is_eval=True)
+        book.log.append_blocking(Event(run_id="r", episode_id="ep", fact=opened))
+    main(["export", str(tmp_path / "book"), "--format", "chat", "--out", str(tmp_path / "x.jsonl")])
+    assert "1 episodes are evaluations" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_cannot_be_is_one_sentence_and_leaves_nothing(shown_book: Path, tmp_path: Path) -> None:

@@ -363,7 +363,8 @@ def _prune(args: argparse.Namespace) -> None:
             return
     done = prune(args.book, episode_ids=episodes)
     out.print(
-        f"removed from {done.n_events} events; files are {done.freed_bytes / 1e6:.1f} MB smaller", highlight=False
+        f"removed from {done.n_events} events; files are {max(done.freed_bytes, 0) / 1e6:.1f} MB smaller",
+        highlight=False,
     )
     if done.n_left:
         raise Stop(

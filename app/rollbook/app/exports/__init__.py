@@ -92,6 +92,10 @@ def export_book(
     beside.replace(target)
     if format in ("chat", "trl"):
         chosen = msgspec.structs.replace(chosen, is_trainable=None)
+    if not n_rows and chosen.is_eval is False:
+        n_eval = book.sql("select count(*) as n from episodes where is_eval")["n"][0].as_py()
+        if n_eval:
+            notes = [*notes, f"{n_eval} episodes are evaluations; --selection '{{\"is_eval\": null}}' takes those, too"]
     reasons = book.discards(chosen)["reason"].value_counts().to_pylist()
     return Exported(
         format=format,
