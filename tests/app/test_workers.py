@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,29 @@ def test_what_is_refused_is_refused_as_by_one_server(workers: tuple[dict[str, An
         assert call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": ""}).status_code == 400
         assert call("POST", f"{url}/rl/end_session", ADMIN, {"session_id": "ep_nobody"}).status_code == 404
     assert HTTP.get(f"{url}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize(("workers", "status"), [(1, 0), (2, 130)])
+def test_a_server_whose_engine_never_comes_can_be_stopped(workers: int, status: int, tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    class NotYet(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503)
+            asked.set()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotYet) as engine:
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        command = [sys.executable, "-m", "rollbook.app.cli", "serve", "book", "--port", "0", "--workers", str(workers)]
+        command += ["--model", "tiny", "--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.server_port}"]
+        environment = {**os.environ, "ROLLBOOK_ADMIN_KEY": ADMIN, "PYTHONPATH": os.pathsep.join(sys.path)}
+        program = subprocess.Popen(command, cwd=tmp_path, env=environment)
+        try:
+            assert asked.wait(200)
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(100) == status
+        finally:
+            program.kill()
+            engine.shutdown()

@@ -139,9 +139,6 @@ def serve_workers(
     key = admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
     holder = hold(host, port)
     port = holder.getsockname()[1]
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
     with tempfile.TemporaryDirectory(prefix="rollbook-workers-") as folder, LocalLauncher() as launcher:
         peers = Path(folder, "peers.json")
         command = [sys.executable, "-m", "rollbook.app.cli", "serve", str(book_path), *arguments]
@@ -151,6 +148,9 @@ def serve_workers(
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         wait_until_served(url)
         holder.close()
+        stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # only now: while we wait for workers, either ends us there
+            signal.signal(number, lambda *_: stopping.set())
         if address_file is not None:
             write(address_file, json.dumps({"url": url, "urls": [p.url for p in programs], "pid": os.getpid()}))
         else:

@@ -827,24 +827,41 @@ async def serve_until_stopped(
     routes: Sequence[Router] = (),
     shared: Shared | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. For the program; `announce` is told the address.
+    """Serve until SIGINT or SIGTERM, also while the engine starts. For the program; `announce` is told the address.
 
     shared: of an address that several workers listen on, beside their own.
     """
     app = create_app(service, routes)
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with _serve_app(service, app) as url:
-            # What is alive now stays: collections need not look at it again, and stay short.
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(20_000, 50, 100)  # an answer makes hundreds of objects, and hardly ever a cycle
-            announce(url)  # outside of the group: what it raises is one error, not a group of one
-            async with anyio.create_task_group() as tasks:
-                if shared is not None:
-                    tasks.start_soon(_serve_front, service, app, shared)
-                async for _ in signals:
-                    tasks.cancel_scope.cancel()
-                    return
+    stopping = anyio.Event()
+    is_up = False
+
+    async def listen_to_signals(everything: anyio.CancelScope) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                stopping.set()
+                if not is_up:  # an engine may take minutes, and one that is not there never comes
+                    everything.cancel()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen_to_signals, tasks.cancel_scope)
+            async with _serve_app(service, app) as url:
+                is_up = True
+                # What is alive now stays: collections need not look at it again, and stay short.
+                gc.collect()
+                gc.freeze()
+                gc.set_threshold(20_000, 50, 100)  # an answer makes hundreds of objects, and hardly ever a cycle
+                announce(url)
+                async with anyio.create_task_group() as fronts:
+                    if shared is not None:
+                        fronts.start_soon(_serve_front, service, app, shared)
+                    await stopping.wait()
+                    fronts.cancel_scope.cancel()
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as errors:
+        if len(errors.exceptions) == 1:  # what the start raises is one error, not a group of one
+            raise errors.exceptions[0] from None
+        raise
 
 
 async def _serve_front(service: Service, app: App, shared: Shared) -> None:
