@@ -241,6 +241,37 @@ with open_for_reading(sys.argv[1]) as book:
 """
 
 
+def test_a_signal_that_duckdb_meets_first_is_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stopped_rows.py").write_text(
+        """
+import duckdb, pyarrow as pa
+
+class Table:
+    schema = pa.schema({"x": pa.int64()})
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        raise KeyboardInterrupt  # as the handler of a signal does that comes now
+
+    def __len__(self):
+        return 1
+
+class Agent:
+    async def run(self, data, **_): ...
+
+def rows():
+    with duckdb.connect() as connection:
+        connection.register("t", Table())
+        return connection.sql("from t").fetchall()
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, told = said(capsys, "eval", "stopped_rows.Agent", "stopped_rows:rows", "--model", "tiny")
+    assert (status, "stopped; what was acknowledged is in the book" in told) == (130, True), told
+
+
 def test_a_query_without_an_end_is_ended_by_ctrl_c(book_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", STOPPED, str(book_path)], capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr

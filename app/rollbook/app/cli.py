@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import duckdb
 from rich.console import Console
 from rich.text import Text
 
@@ -704,8 +705,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(f"this needs the package {error.name}; pip install 'rollbook[{extra}]'")
     except KeyboardInterrupt:
         _stopped()
-    except RuntimeError as error:
-        if str(error) != "Query interrupted":  # a KeyboardInterrupt that DuckDB met first
+    except (RuntimeError, duckdb.Error) as error:
+        # A KeyboardInterrupt that DuckDB met first: in a query, or where it asked an Arrow table for something.
+        if str(error) != "Query interrupted" and "failed: KeyboardInterrupt" not in str(error):
             raise
         _stopped()
     finally:
