@@ -147,6 +147,16 @@ def test_a_checkpoint_keeps_a_number_that_is_none_and_the_settings_of_today(tmp_
         assert weight.detach().allclose(before * (1 - lr * 0.25), rtol=1e-5, atol=0)
 
 
+def test_a_disk_that_is_full_is_told_as_that(tmp_path: Path) -> None:
+    actor = small(tiny_folder(tmp_path / "m"))
+    (tmp_path / "state.pt").symlink_to("/dev/full")
+    (tmp_path / "model.safetensors").mkdir()  # cannot be written, either
+    with pytest.raises(OSError, match=r"state.pt could not be written \(.*\); is the disk full"):
+        actor.save(tmp_path)
+    with pytest.raises(OSError, match=r"model.safetensors could not be written"):
+        actor.export(tmp_path)
+
+
 def test_a_checkpoint_without_a_critic_says_so(tmp_path: Path) -> None:
     model = tiny_folder(tmp_path / "m")
     folder = write_checkpoint(tmp_path / "c", Meta(run_id="r", step=1), actor=small(model), critic=None, keep=1)

@@ -8,12 +8,14 @@ learner run the same bits.
 import json
 import math
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rollbook.learner.config import ActorConfig, ModelConfig, OptimizerConfig
@@ -204,7 +206,8 @@ class SingleBackend:
             "steps": self.steps,
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, folder / "state.pt")
+        with _out_of_room(folder / "state.pt"):
+            torch.save(state, folder / "state.pt")
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -256,7 +259,20 @@ class SingleBackend:
             from .lora import merged_weights
 
             state = merged_weights(model, model.state_dict() if state is None else state)
-        model.save_pretrained(folder, state_dict=state)
+        with _out_of_room(folder / "model.safetensors"):
+            model.save_pretrained(folder, state_dict=state)
+
+
+@contextmanager
+def _out_of_room(path: Path) -> Iterator[None]:
+    """What these libraries raise where a file cannot be written, as an OSError."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        raise OSError(
+            f"{path} could not be written ({str(error).splitlines()[0]}); is the disk full? With room the same command "
+            "goes on from what was there before"
+        ) from error
 
 
 def _read_state(folder: Path) -> Mapping[str, Any]:
