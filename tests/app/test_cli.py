@@ -494,6 +494,11 @@ def test_weights_of_another_shape_are_one_sentence(tmp_path: Path, capsys: pytes
             "expected os:getpid to take the tokenizer and return the script, a function of a Generation; it takes ()",
         ),
         (["NEW", "--engine", "scripted", "--script", "copy:copy"], "which is no function"),
+        (["NEW", "--port", "0", "--writer", "../x"], "--writer: a writer name is 1 to 100 letters"),
+        (["NEW", "--host", "0.0.0.0", "--port", "0", "--set", "admin_key=short"], "too weak to serve on 0.0.0.0"),
+        (["NEW", "--weights-version", "-1"], "--weights-version must be at least 0, got -1"),
+        (["NEW", "--engine", "openai"], "give --engine-url URL"),
+        (["NEW", "--engine-url", "http://127.0.0.1:1"], "--engine is embedded"),
     ],
 )
 def test_what_cannot_be_served_makes_no_book(

@@ -14,6 +14,9 @@ import msgspec
 import pytest
 
 from app.launcher_contract import command_lines, processes
+from proxy.engine_contract import collect, generation, ids_of
+from proxy.fake_vllm import FakeVLLM, serving
+from proxy.models import tiny_model
 from rollbook.agents.errors import RolloutsFailing
 from rollbook.app.config import ConfigError, GRPOConfig
 from rollbook.app.launch import LaunchFailed
@@ -80,6 +83,15 @@ def test_each_engine_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_address_is_for_engines_that_are_servers() -> None:
     with pytest.raises(ConfigError, match="--engine is scripted"):
         make_engines("scripted", "m", urls=["http://127.0.0.1:1"], script="x:y", version=0, tokenizer=None)
+
+
+@pytest.mark.anyio
+async def test_the_address_of_any_compatible_server_is_taken(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    async with serving(FakeVLLM(folder, has_generate=False, is_dev=False, has_lora=False)) as fake:
+        made = make_engines("openai", str(folder), urls=[fake.url, fake.url], version=0, tokenizer=None)
+        async with made as engine:
+            assert len(ids_of(await collect(engine, generation([4, 5], max_tokens=12)))) == 12
 
 
 def test_groups_that_failed_whole_come_again_unless_a_batch_knows_of_them(tmp_path: Path) -> None:

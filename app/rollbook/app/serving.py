@@ -30,7 +30,7 @@ from rollbook.proxy.listener import bind
 from rollbook.proxy.permits import Permits
 from rollbook.proxy.replicas import Replicas, Update
 from rollbook.proxy.scripted import Script, ScriptedEngine, check_script
-from rollbook.proxy.server import Service, serve_until_stopped
+from rollbook.proxy.server import Service, check_admin_key, serve_until_stopped
 from rollbook.proxy.tokenizer import Tokenizer
 from rollbook.store import Book, BookBusy, BookNotFound, Event, RunStarted, open_book
 
@@ -73,6 +73,10 @@ def serve_book(
         `engine_python` with the flags `engine_args`, and supervised.
     """
     config, capture = _serve_config(settings, host=host, port=port, run_id=run_id, admin_key=os.environ.get(ADMIN_KEY))
+    try:
+        check_admin_key(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     model_path = str(prepare_model(model))
     try:
         tokenizer = Tokenizer.load(model_path)
@@ -200,6 +204,8 @@ def open_writer(book_path: Path, name: str) -> Book:
             return open_book(str(book_path), writer=name if i == 1 else f"{name}-{i}")
         except BookBusy:
             continue
+        except ValueError as error:
+            raise ConfigError(f"--writer: {error}") from error
     raise BookBusy(f"{book_path}: 999 writers called {name} are open; stop some of them")
 
 
@@ -235,8 +241,10 @@ def make_engines(
     """One engine, or several behind one seam: those at `urls`, else `replicas` of our own. See `make_engine`."""
     if replicas < 1:
         raise ConfigError(f"--replicas must be at least 1, got {replicas}")
-    if urls and kind not in SERVED:
-        raise ConfigError(f"--engine-url is the address of a {' or '.join(SERVED)}; --engine is {kind}")
+    if urls and kind not in (*SERVED, "openai"):
+        raise ConfigError(
+            f"--engine-url is the address of a server that runs (--engine vllm, sglang or openai); --engine is {kind}"
+        )
     if urls:
         engines = [make_engine(kind, model, url=url, args=args, **settings) for url in urls]
     elif kind in SERVED:
@@ -300,6 +308,8 @@ def make_engine(
     env: Mapping[str, str] | None = None,
 ) -> Engine:
     """The engine called `kind`, not started. Raises ConfigError for what it would need and was not given."""
+    if version < 0:
+        raise ConfigError(f"--weights-version must be at least 0, got {version}")
     if kind == "scripted":
         if script is None:
             raise ConfigError("the scripted engine needs --script FILE.py:FUNCTION, which says what it answers")

@@ -110,12 +110,8 @@ class Service:
         permits: Permits | None = None,
     ) -> None:
         config = config or ServeConfig()
+        check_admin_key(config)
         self.admin_key = config.admin_key or "sk-rb-admin-" + secrets.token_urlsafe(32)
-        if config.admin_key is not None and not is_loopback(config.host) and is_weak(config.admin_key):
-            raise ValueError(
-                f"the admin key is too weak to serve on {config.host}: give 24 or more random characters, "
-                "or none to get a random one"
-            )
         self.log = log
         self.engine = engine
         self.tokenizer = tokenizer
@@ -231,6 +227,15 @@ def is_loopback(host: str) -> bool:
 def is_weak(key: str) -> bool:
     """Whether a key could be guessed."""
     return len(key) < 24 or len(set(key)) < 8
+
+
+def check_admin_key(config: ServeConfig) -> None:
+    """Raises ValueError for a weak one where others than this machine can try it."""
+    if config.admin_key is not None and not is_loopback(config.host) and is_weak(config.admin_key):
+        raise ValueError(
+            f"the admin key is too weak to serve on {config.host}: give 24 or more random characters, "
+            "or none to get a random one"
+        )
 
 
 # Model calls
