@@ -280,7 +280,11 @@ def record(folder: Path, *answers: Mapping[str, Any]) -> str:
                     logprobs=np.array(said.get("logprobs", [-3.4] * len(output)), np.float32),
                     versions=np.zeros(len(output), np.int32),
                 ),
-                Event(**names, fact=RewardGiven(value=said.get("reward", float(i)))),
+                *(
+                    Event(**names, fact=RewardGiven(value=value))
+                    for value in [said.get("reward", float(i))]
+                    if value is not None
+                ),
                 Event(**names, fact=EpisodeClosed(state=said.get("state", "done"))),
             )
     return str(folder)
@@ -374,6 +378,27 @@ def test_runs_whose_names_differ_by_a_dash_share_no_weights(tmp_path: Path, mode
         paths = opened.sql("select path from policies where version = 1")["path"].to_pylist()
     assert len(set(paths)) == 2
     assert all((Path(path) / "model.safetensors").is_file() for path in paths)
+
+
+def test_a_recorded_group_without_a_reward_is_left_out_and_the_run_goes_on(tmp_path: Path, model: str) -> None:
+    answers = [
+        {"group": g, "reward": None if g == "unjudged" else float(i)} for g in ("a", "unjudged", "b") for i in (0, 1)
+    ]
+    book = record(tmp_path / "book", *answers)
+    config = echo_config(tmp_path, model, scheduler__type="none", book=book, total_train_epochs=1)
+    config.train_dataset.batch_size = 1
+    with PPOTrainer(config) as trainer:
+        trainer.train()
+    with open_book(book) as opened:
+        steps = opened.sql("select n_rows, discarded from batches where trained_at is not null").to_pylist()
+    assert sorted(step["n_rows"] for step in steps) == [0, 2, 2]
+    assert [json.loads(step["discarded"]) for step in steps if not step["n_rows"]] == [{"no_reward": 2}]
+    config.trial_name, config.selection.where = "none-at-all", "group_id = 'unjudged'"
+    with (
+        pytest.raises(NothingToTrain, match=r"^1 groups of the selection ended \(2 done\) and none of"),
+        PPOTrainer(config) as trainer,
+    ):
+        trainer.train()
 
 
 def test_a_reward_that_is_no_number_is_a_missing_one(tmp_path: Path, model: str) -> None:

@@ -441,7 +441,8 @@ def refuse_unjudged(groups: Sequence[Group], config: TrainConfig) -> None:
     states = Counter(state for group in groups for state in group.states)
     said = ", ".join(f"{n} {state}" for state, n in states.items())
     raise NothingToTrain(
-        f"{len(groups)} groups of run {config.run_id} ended ({said}) and none of "
+        f"{len(groups)} groups {'of the selection' if config.scheduler.type == 'none' else f'of run {config.run_id}'} "
+        f"ended ({said}) and none of "
         "their episodes has a reward; return a number from the agent's run(), call set_reward, or give rewards "
         "later and train again. Nothing was trained and nothing is lost"
     )

@@ -226,8 +226,8 @@ class Run:
         ]
         usable = [group for group, reason in reasons if reason is None]
         rejected = [(group, reason) for group, reason in reasons if reason is not None]
-        if all(reason == "no_reward" for _, reason in reasons):
-            batches.refuse_unjudged(groups, self.config)
+        if all(reason == "no_reward" for _, reason in reasons) and not any(g.known_rewards for g in self.recorded):
+            batches.refuse_unjudged(self.recorded, self.config)
         return usable, rejected
 
     def turn(self, i: int, n_used: int) -> tuple[int, bytes, int]:
