@@ -85,6 +85,15 @@ async def test_raw_logprobs_stay_the_models_own(folder):
         assert max(logprobs_of(await collect(engine, asked(Form(schema=SCHEMA))))) < 0
 
 
+async def test_a_form_that_is_too_large_is_the_mistake_of_who_asked(folder, tokenizer):
+    large = {"type": "object", "properties": {str(i): {"type": ["string", "integer"]} for i in range(1500)}}
+    async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
+        with pytest.raises(BadRequest, match="too large") as refused:
+            await collect(engine, asked(Form(schema=large)))
+        assert refused.value.param == "response_format"
+        assert await collect(engine, asked(Form(schema=SCHEMA)))
+
+
 @pytest.mark.parametrize("is_single", [True, False])
 async def test_calls_are_written_as_the_model_writes_them(folder, tokenizer, is_single):
     form = Form(

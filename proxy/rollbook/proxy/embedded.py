@@ -542,7 +542,7 @@ class _Worker:
             if request.guide is not None:
                 try:
                     request.dice.allowed = request.guide.allowed()
-                except EngineFailed as error:
+                except BadRequest as error:
                     request.dice.allowed, request.lost = None, error
         tokens, logprobs = draw(logits_KV, [request.dice for request in requests], self._mode)
         for request, logprob in zip(requests, logprobs, strict=True):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .engine import Form
-from .errors import BadRequest, EngineFailed
+from .errors import BadRequest
 from .form import GAP, SEPARATOR, THOUGHT
 
 _KEPT = 64  # forms that are kept ready
@@ -132,11 +132,12 @@ class Guide:
         self._n_left = min_tokens
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [n_vocab]: the tokens that may come next. Raises EngineFailed where that cannot be said."""
+        """bool [n_vocab]: the tokens that may come next. Raises BadRequest where the form is too much to say that."""
         matcher, bits = self._matcher, self._bits
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
-            raise EngineFailed(f"the answer's form could not be followed: {matcher.get_error().strip()[:300]}")
+            why = matcher.get_error().strip()[:300]
+            raise BadRequest(f"the answer's form is too large to be followed: {why}", param="response_format")
         allowed = np.unpackbits(bits.view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
         allowed[self._never] = False
         if matcher.is_accepting() and (self._n_left <= 0 or not allowed.any()):
