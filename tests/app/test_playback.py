@@ -52,6 +52,22 @@ class Asks:
         return 1.0
 
 
+def test_an_agent_that_fails_this_time_is_said_to() -> None:
+    class Falls(Asks):
+        async def run(self, data: dict[str, Any], **more: Any) -> float:
+            await super().run(data, **more)
+            raise ValueError("of its own")
+
+    book, name = record(Asks("and then?"))
+    played = replay(book, name, Falls("and then?"), tokenizer="bytes")
+    assert played.is_same
+    assert played.failure is not None
+    assert played.failure.startswith("ValueError: of its own (test_playback.py")
+    assert replay(book, name, Asks("and then?"), tokenizer="bytes").failure is None
+    book, name = record(Falls("and then?"))
+    assert replay(book, name, Falls("and then?"), tokenizer="bytes").failure is None, "it failed then, too"
+
+
 def test_an_agent_that_asks_something_else_is_stopped_with_both_requests() -> None:
     book, name = record(Asks("and then?"))
     assert replay(book, name, Asks("and then?"), tokenizer="bytes").is_same

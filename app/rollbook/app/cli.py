@@ -266,8 +266,9 @@ def _replay(args: argparse.Namespace) -> None:
         except ValueError as error:  # no dataset row, or no tokenizer there
             raise Stop(str(error)) from error
     n = len(played.again.interactions)
-    if not played.is_same:
-        what = played.divergence or f"{played.n_unasked} recorded calls were not made, or a reply was read otherwise"
+    if not played.is_same or played.failure:
+        what = f"{played.n_unasked} recorded calls were not made, or a reply was read otherwise"
+        what = played.divergence or (f"the agent failed: {played.failure}" if played.failure else what)
         raise Stop(f"{n} calls went as recorded, then: {what}")
     out.print(
         f"{n} calls went as recorded, answered without a model; reward {played.again.row['reward']} "

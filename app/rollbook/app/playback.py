@@ -43,6 +43,13 @@ class Playback:
             and said == [one.reply.get("content") for one in self.again.interactions]
         )
 
+    @property
+    def failure(self) -> str | None:
+        """What the agent failed with this time, where it had not when it was recorded."""
+        failed_now, failed_then = (one.row["state"] == "failed" for one in (self.again, self.episode))
+        reason: str = self.again.row["reason"]
+        return reason if failed_now and not failed_then else None
+
 
 def record_of(episode: Episode) -> list[Recorded]:
     """What a replay engine answers with."""
