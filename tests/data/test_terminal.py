@@ -152,6 +152,17 @@ def test_tail_of_a_finished_book_is_a_line_each(shown_book: Path, capsys: pytest
     assert all("call" in line or " by " in line for line in text.splitlines())
 
 
+def test_tail_finds_the_last_of_a_kind_however_long_ago(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_book(tmp_path / "book", writer="w") as book:
+        for name in ("one", "two"):
+            book.log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id=name, at=0))
+        for at in range(1, 100):
+            book.log.append_blocking(event(RewardGiven(value=1.0), episode_id="one", at=at))
+    for words in (["--only", "episodes"], ["--episode", "tw"]):
+        _, text = printed(capsys, "tail", str(tmp_path / "book"), "--no-follow", "-n", "1", "--json", *words)
+        assert json.loads(text)["episode_id"] == "two"
+
+
 def test_stats(shown_book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = printed(capsys, "stats", str(shown_book), "--json")
     found = json.loads(text)

@@ -110,7 +110,7 @@ def _add_tail(command: Add, out: Console) -> None:
                 tail.print_row(row, out, is_json=args.json)
 
         with open_for_reading(args.book) as book:
-            for row in tail.last_events(book, args.lines, wants=wants):
+            for row in tail.last_events(book, args.lines, run=args.run, episode=args.episode, kinds=kinds):
                 tail.print_row(row, out, is_json=args.json)
             if not args.no_follow:
                 anyio.run(print_news)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -31,14 +31,18 @@ COLUMNS = ("kind", "run_id", "episode_id", "interaction_id", "recorded_at", "pay
 _STYLES = {"RewardGiven": "yellow", "EpisodeClosed": "bold", "InteractionFailed": "red", "BatchTrained": "magenta"}
 
 
-def last_events(book: Book, n: int, *, wants: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """The newest events, oldest first."""
+def last_events(
+    book: Book, n: int, *, run: str | None, episode: str | None, kinds: Collection[str]
+) -> list[dict[str, Any]]:
+    """The newest events that `wanted` wants, oldest first."""
     rows = book.sql(
-        "select writer, position from events order by recorded_at desc, event_id desc limit ?", [max(n, 0) * 20]
+        "select writer, position from events where ($run is null or run_id = $run) and ($episode is null or "
+        "starts_with(episode_id, $episode)) and kind in $kinds "
+        "order by recorded_at desc, event_id desc limit $n",
+        {"run": run, "episode": episode, "kinds": list(kinds), "n": max(n, 0)},
     )
     pointers = list(zip(rows["writer"].to_pylist(), rows["position"].to_pylist(), strict=True))
-    found = [row for row in rows_of(book.log.gather(pointers).to_batches()) if wants(row)] if pointers else []
-    return found[:n][::-1]
+    return rows_of(book.log.gather(pointers).to_batches())[::-1] if pointers else []
 
 
 async def news(book: Book, *, wants: Callable[[dict[str, Any]], bool]) -> AsyncGenerator[dict[str, Any], None]:
