@@ -52,6 +52,11 @@ async def test_prompt_and_answer_together_keep_to_their_cap():
     assert event.fact.prompt_length + len(event.output_ids) == cap
 
 
+@pytest.mark.anyio
+async def test_what_engines_cannot_draw_with_is_recorded_as_what_they_draw_with():
+    assert (await drawn(GenerationHyperparameters(), temperature=1e-5)).fact.sampling["temperature"] == 0.01
+
+
 def test_a_huge_top_k_is_none_at_all():
     for off in (-1, 0, 100_000_000):
         assert settle(Asked(top_k=off), GenerationHyperparameters())[0].top_k == 0

@@ -69,6 +69,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+LEAST_TEMPERATURE = 0.01
+"""What is asked for between 0 and this is this: vLLM makes it so, and the book is to say what was drawn with."""
+
+
 def settle(asked: Asked, defaults: GenerationHyperparameters) -> tuple[Sampling, tuple[str, ...]]:
     """What to draw with, and the stop strings: the request's wishes, then the run's defaults, within its caps.
 
@@ -87,9 +91,11 @@ def settle(asked: Asked, defaults: GenerationHyperparameters) -> tuple[Sampling,
     if defaults.max_new_tokens is not None:
         max_tokens = min(max_tokens or defaults.max_new_tokens, defaults.max_new_tokens)
     top_k = defaults.top_k if asked.top_k is None else asked.top_k
-    temperature = 0.0 if defaults.greedy else defaults.temperature
+    temperature = asked.temperature
+    if temperature is None:
+        temperature = 0.0 if defaults.greedy else defaults.temperature
     sampling = Sampling(
-        temperature=temperature if asked.temperature is None else asked.temperature,
+        temperature=max(temperature, LEAST_TEMPERATURE) if temperature else 0.0,
         top_p=defaults.top_p if asked.top_p is None else asked.top_p,
         top_k=0 if top_k < 0 or top_k >= 1_000_000 else top_k,
         min_p=asked.min_p or 0.0,
