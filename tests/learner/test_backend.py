@@ -71,8 +71,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(model: str) -> None:
     assert all(torch.equal(m, before[name]) for name, m in one.masters.items())
 
 
-def test_save_and_load_go_on_bit_for_bit(model: str, tmp_path: Path) -> None:
-    rows, one, two = random_rows(0), backend(model), backend(model)
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(r=2, dropout=0.5)}], ids=["weights", "dropout"])
+def test_save_and_load_go_on_bit_for_bit(settings: dict[str, Any], model: str, tmp_path: Path) -> None:
+    rows, one, two = random_rows(0), backend(model, **settings), backend(model, **settings)
     for step in range(4):
         if step == 2:
             one.save(tmp_path)
@@ -84,6 +85,13 @@ def test_save_and_load_go_on_bit_for_bit(model: str, tmp_path: Path) -> None:
             two.step()
     assert one.steps == two.steps
     assert all(torch.equal(m, two.masters[name]) for name, m in one.masters.items())
+
+
+def test_every_step_drops_out_something_else(model: str) -> None:
+    rows, one = random_rows(0), backend(model, lora=LoraConfig(r=2, dropout=0.5), lr=0.0)
+    first = gradient(one, rows)
+    one.step()
+    assert not torch.equal(gradient(one, rows), first)
 
 
 def test_an_export_is_what_was_trained(model: str, tmp_path: Path) -> None:

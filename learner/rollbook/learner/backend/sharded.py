@@ -168,6 +168,10 @@ class Shard(SingleBackend):
     def _cradle(self) -> torch.device:
         return torch.device("cpu")  # a GPU never holds more than its share and the layer at hand
 
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank()
+
     def _split_precision(self, *, is_trained: bool) -> None:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         for parameter in self.model.parameters():
@@ -240,7 +244,7 @@ class Shard(SingleBackend):
         dcp.save(self._state(), checkpoint_id=shards)
         mine = list(shards.glob(f"__{rank}_*"))
         if rank == 0:
-            torch.save({"steps": self.steps, "rng": torch.get_rng_state()}, shards / "rest.pt")
+            torch.save({"steps": self.steps}, shards / "rest.pt")
             mine += [shards / "rest.pt", shards / ".metadata"]
         return {path.name: checksum(path) for path in mine}
 
@@ -271,7 +275,6 @@ class Shard(SingleBackend):
             dcp.load(state, checkpoint_id=folder / "shards")
             rest = torch.load(folder / "shards" / "rest.pt", weights_only=True)
         self.steps = rest["steps"]
-        torch.set_rng_state(rest["rng"].cpu())
 
     def check_checkpoint(self, folder: Path) -> None:
         """Raises BadCheckpoint for that of another model, by its table of contents."""

@@ -5,6 +5,7 @@ is kept, and micro-batches add up in float32. The copy in the computing precisio
 learner run the same bits.
 """
 
+import hashlib
 import json
 import math
 import zipfile
@@ -77,6 +78,7 @@ class SingleBackend:
         self.optimizer_config = optimizer
         self.total_steps = total_steps
         self.steps = 0
+        self._seed = seed
         if model is None:
             model = load_model(config, device=self._cradle, seed=seed)
         elif not isinstance(model, nn.Module):
@@ -146,6 +148,7 @@ class SingleBackend:
         found = _Found(has_entropies=self.model.value_head is None)
         totals: dict[str, Tensor] = {}
         self.model.train()
+        self._draw_anew()
         tries = list(tries)
         for i, trie in enumerate(tries):
             self._begin(is_last=i == len(tries) - 1)
@@ -156,6 +159,15 @@ class SingleBackend:
             for name, value in {"loss": loss.detach(), **report}.items():
                 totals[name] = totals[name] + value if name in totals else value
         return Pass({name: float(value) for name, value in totals.items()}, *found.arrays())
+
+    @property
+    def _rank(self) -> int:
+        return 0
+
+    def _draw_anew(self) -> None:
+        """Dropout's numbers follow from seed and step, on any device, so that a checkpoint has none to keep."""
+        name = f"{self._seed} {self.steps} {self._rank}"
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little"))
 
     def _begin(self, *, is_last: bool) -> None:
         """A micro-batch is about to be computed."""
@@ -204,7 +216,6 @@ class SingleBackend:
             "masters": {name: master.detach() for name, master in self.masters.items()},
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
-            "rng": torch.get_rng_state(),
         }
         with _out_of_room(folder / "state.pt"):
             torch.save(state, folder / "state.pt")
@@ -226,7 +237,6 @@ class SingleBackend:
         for group, mine in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(mine | {"params": group["params"]})  # as the run is set now, not as it was
         self.steps = state["steps"]
-        torch.set_rng_state(state["rng"].cpu())
         self._copy_down()
 
     def _refuse_others(self, folder: Path, theirs: Mapping[str, tuple[int, ...]]) -> None:
