@@ -20,7 +20,7 @@ steps after one warm-up.
 
 rows: one row per interaction; paths: one row per episode; trie: every token once; chosen: what the learner chooses.
 Floors beside each figure: FLOPs (6 N per token and the attention that the mask needs, at --peak), and bytes (16 B of
-weights and moments per parameter read and written once, at --bandwidth). Needs torch, transformers and numpy only.
+weights and moments per parameter read and written once, at --bandwidth). Needs torch, transformers, numpy, msgspec.
 """
 
 import argparse
@@ -28,7 +28,6 @@ import dataclasses
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,16 +35,6 @@ from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
-
-try:
-    import msgspec  # noqa: F401
-except ModuleNotFoundError:  # the settings need two names of it, here and in the other ranks
-    folder = tempfile.mkdtemp()
-    Path(folder, "msgspec.py").write_text(
-        "import dataclasses\nfield = dataclasses.field\nclass Struct:\n"
-        "    def __init_subclass__(cls, **_):\n        dataclasses.dataclass(kw_only=True)(cls)\n"
-    )
-    sys.path.append(folder)
 
 import numpy as np
 import torch
