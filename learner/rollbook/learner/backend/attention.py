@@ -20,6 +20,8 @@ from . import segments
 
 NAME = "rollbook_tree"
 BLOCK = 128
+LEAST_HEAD = 16
+"""FlexAttention's kernel takes no smaller D; such models, which are toys, get a boolean mask on a GPU, too."""
 
 _compiled: Any = None
 

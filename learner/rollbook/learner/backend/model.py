@@ -167,10 +167,11 @@ class TreeModel(nn.Module):
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
         config: Any = self.model.config
-        is_blocked = device.type == "cuda" and config._attn_implementation == attention.NAME
+        is_tree = config._attn_implementation == attention.NAME
+        is_blocked = is_tree and device.type == "cuda" and self._head_dim >= attention.LEAST_HEAD
         mask: Any = None
         layout = None if trie.is_forked else pack(trie)
-        if config._attn_implementation == attention.NAME and (layout is None or not layout.is_causal):
+        if is_tree and (layout is None or not layout.is_causal):
             mask = self._segments(trie, device)
             if mask is not None:
                 layout = in_one(trie)
@@ -212,10 +213,14 @@ class TreeModel(nn.Module):
         if getattr(text, "v_head_dim", None) is not None:  # values of another size than keys
             return False
         heads = int(text.num_attention_heads)
-        dim = getattr(text, "head_dim", None) or self.hidden // heads
         key_heads = getattr(text, "num_key_value_heads", None) or heads
         dtype = self.compute_dtype or next(self.parameters()).dtype
-        return segments.fast_kernel(heads, key_heads, int(dim), dtype, device) is not None
+        return segments.fast_kernel(heads, key_heads, self._head_dim, dtype, device) is not None
+
+    @property
+    def _head_dim(self) -> int:
+        text: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        return int(getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads)
 
 
 def _round_up(n: int, to: int) -> int:
