@@ -28,7 +28,8 @@ def trained(launcher: Supervisor, folder: Path, overrides: Sequence[str], *, n_r
     (folder / "config.yaml").write_text(CONFIG)
     [port] = free_ports(1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={n_ranks}", "--nproc-per-node=1"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1", "-m"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    torchrun += ["--rdzv-conf=timeout=200", "-m"]  # to connect: the other may start a minute later on a busy machine
     train = ["rollbook.app.cli", "train", str(folder / "config.yaml"), f"cluster.fileroot={folder}"]
     train += [f"actor.backend=fsdp:d{n_ranks}", "actor.device=cpu", "scheduler.host=127.0.0.1", *overrides]
     env = {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]), "OMP_NUM_THREADS": "1"}
@@ -37,7 +38,7 @@ def trained(launcher: Supervisor, folder: Path, overrides: Sequence[str], *, n_r
             [*torchrun, *train], n=n_ranks, env=env, log_path=folder / "rank.log", wait_s=60, is_server=False
         )
         for rank in ranks:
-            assert rank.wait(120), rank.logs()
+            assert rank.wait(250), rank.logs()
             rank.check()
     return folder / "cluster" / "t" / "book"
 
