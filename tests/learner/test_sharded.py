@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ def team(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     made = Team.start(request.param, device="cpu", log_folder=tmp_path_factory.mktemp("ranks"))
     yield made
     made.close()
+    assert "ranks" not in {thread.name for thread in threading.enumerate()}  # or it may end Python with status -6
 
 
 def double() -> torch.nn.Module:

@@ -99,6 +99,7 @@ class Team:
         for child in self._children:
             child.stop()
         self._shards.clear()
+        self._watch.join()  # it holds this object, and torch's objects must not be let go while Python ends
         dist.destroy_process_group()
 
     def _end_if_stuck(self) -> None:
