@@ -65,8 +65,11 @@ def test_sessions_live_at_one_worker_and_are_reached_through_any(workers: tuple[
     address, book_path = workers
     url, urls = address["url"], address["urls"]
     assert len(set(urls)) == 2
-    homes = set()
-    for i in range(8):
+    homes: set[str] = set()
+    sessions = 0
+    while sessions < 8 or len(homes) < 2:  # the kernel deals connections as it likes
+        assert sessions < 200, "one worker has all the work"
+        i, sessions = sessions, sessions + 1
         key = f"sk-a-key-of-the-client-{i}" if i % 2 else None
         started = call("POST", f"{url}/rl/start_session", ADMIN, {"task_id": f"t{i}", "api_key": key}).json()
         homes.add(started["base_url"])
@@ -85,10 +88,10 @@ def test_sessions_live_at_one_worker_and_are_reached_through_any(workers: tuple[
         ended = call("POST", f"{url}/rl/end_session", ADMIN, {"session_id": started["session_id"]})
         assert ended.json()["interaction_count"] == 4
         assert call("POST", f"{url}/v1/chat/completions", started["api_key"], CHAT).status_code == 410
-    assert {home.removesuffix("/v1") for home in homes} == set(urls), "both have work"
+    assert {home.removesuffix("/v1") for home in homes} == set(urls)
     with open_book(str(book_path)) as book:
         table = book.sql("select count(distinct writer) as writers, count(*) as n from interactions")
-    assert table.to_pylist() == [{"writers": 2, "n": 8 * 4}]
+    assert table.to_pylist() == [{"writers": 2, "n": sessions * 4}]
 
 
 def test_a_stream_comes_piece_by_piece_through_the_other_worker(workers: tuple[dict[str, Any], Path]) -> None:
