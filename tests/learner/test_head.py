@@ -65,9 +65,9 @@ def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_gradient_of_a_sure_token_is_not_lost_in_rounding() -> None:
     """Of a token with p near 1 it is g (1 - p): what is left of two large numbers."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(6, 8, dtype=torch.bfloat16), torch.randn(16, 8, dtype=torch.bfloat16)
-    hidden[:3] = weight[5] * 1.5
+    rng = np.random.default_rng(0)  # torch's numbers depend on its version and the processor
+    hidden, weight = (torch.tensor(rng.standard_normal((n, 8))).bfloat16() for n in (6, 16))
+    hidden[:3] = weight[5] * (10 / weight[5].square().sum())
     at, to = np.arange(6), np.array([5, 5, 5, 1, 2, 3])
     found = []
     for dtype in (torch.float64, torch.bfloat16):
@@ -76,4 +76,4 @@ def test_the_gradient_of_a_sure_token_is_not_lost_in_rounding() -> None:
         found.append(torch.autograd.grad(logprobs.sum(), (h, w)))
         assert logprobs[0] > -0.05
     for exact, rounded in zip(*found, strict=True):
-        assert ((rounded - exact).norm(dim=-1) <= 0.02 * exact.norm(dim=-1) + 1e-4).all()
+        assert ((rounded - exact).norm(dim=-1) <= 0.05 * exact.norm(dim=-1) + 1e-4).all()

@@ -20,7 +20,8 @@ N_DIGITS, SEPARATOR, N_SAMPLES = 10, 11, 16
 def draw(model: torch.nn.Module, *, seed: int) -> Rows:
     """Sixteen answers to each digit; reward 1 for the digit itself."""
     prompts = torch.tensor([[SEPARATOR + 1, digit, SEPARATOR] for digit in range(N_DIGITS)])
-    logp_DV = model(input_ids=prompts).logits[:, -1].log_softmax(-1)
+    device = next(model.parameters()).device
+    logp_DV = model(input_ids=prompts.to(device)).logits[:, -1].log_softmax(-1).cpu()
     generator = torch.Generator().manual_seed(seed)
     answers = torch.multinomial(logp_DV.exp(), N_SAMPLES, replacement=True, generator=generator)
     digits = np.repeat(np.arange(N_DIGITS), N_SAMPLES)

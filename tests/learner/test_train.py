@@ -52,11 +52,12 @@ def test_reward_rises(tmp_path: Path, model: str) -> None:
 
 
 def test_every_step_is_in_the_book(tmp_path: Path, model: str) -> None:
-    config = echo_config(tmp_path, model, total_train_epochs=3, evaluator__freq_steps=3)
+    config = echo_config(tmp_path, model, total_train_epochs=3, evaluator__freq_steps=3, actor__device="cpu")
     rollouts = EchoRollouts()
     metrics = run(config, rollouts)
     assert [m["step"] for m in metrics] == [0, 1, 2]
-    assert all(m["n_computed"] == 1 + 10 * 2 for m in metrics)  # one first token; an output predicts nothing
+    # One first token; an output predicts nothing. (On a GPU beginnings as short as this are not shared.)
+    assert all(m["n_computed"] == 1 + 10 * 2 for m in metrics)
     assert all(m["tokens_per_s"] > m["computed_per_s"] > 0 for m in metrics)
     assert rollouts.published == [0, 1, 2, 3]
     with open_book(config.book_path) as book:
