@@ -192,6 +192,24 @@ async def test_who_was_refused_for_want_of_room_does_not_get_the_answer_of_anoth
         assert len(served.events("InteractionRecorded")) == 4
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_who_was_refused_does_not_join_a_call_that_another_waits_for(is_streamed):
+    gate = anyio.Event()
+    narrow = ServeConfig(admin_key="admin-key-of-the-tests", max_concurrent=1, max_waiting=0)
+    async with serving(numbered(gate), config=narrow) as served:
+        key = (await served.client.start_session("t")).api_key
+        body = {"messages": HELLO, "stream": is_streamed}
+        first = asyncio.create_task(post(served, key, body))
+        await until(lambda: served.service.calls.running == 1)
+        for n in range(3):
+            refused = await post(served, key, body, headers={"x-stainless-retry-count": str(n)})
+            assert refused.status_code == 429
+        gate.set()
+        await first
+        assert (await post(served, key, body, headers={"x-stainless-retry-count": "3"})).status_code == 200
+        assert len(served.events("InteractionRecorded")) == 2
+
+
 async def test_who_got_an_error_does_not_get_the_answer_of_another():
     async with serving(numbered()) as served:
         key = (await served.client.start_session("t")).api_key

@@ -12,7 +12,7 @@ from rollbook.proxy.client import ProxyClient
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.errors import BadRequest, Busy, Conflict, Forbidden, NotFound, SessionEnded, Unauthorized
 from rollbook.proxy.server import Service
-from rollbook.store import DirectoryLog, MemoryLog
+from rollbook.store import DirectoryLog, MemoryLog, prune
 
 pytestmark = pytest.mark.anyio
 ADMIN = "admin-key-of-the-tests"
@@ -152,6 +152,34 @@ async def test_an_online_key_goes_from_session_to_session():
         assert len(groups) == len(set(groups)) == 3, "each conversation is a group of its own"
 
 
+async def test_starts_on_one_key_at_once_leave_one_session_open():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, is_online=True)) as served:
+
+        async def starts() -> list[str]:
+            return [(await served.client.start_session("t", api_key="sk-rb-the-app")).session_id for _ in range(8)]
+
+        ids = {session_id for some in await asyncio.gather(*(starts() for _ in range(6))) for session_id in some}
+        ended = {event.episode_id for event in served.events("EpisodeClosed")}
+        assert len(ids) == 48
+        assert len(ids - ended) == 1
+        assert (await ask(served, "sk-rb-the-app")).status_code == 200
+        [event] = served.events("InteractionRecorded")
+        assert {event.episode_id} == ids - ended
+
+
+async def test_an_idle_online_key_stays_open_without_an_episode_after_another():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, is_online=True, idle_s=0.2)) as served:
+        await served.client.start_session("t1", api_key="sk-rb-one-app")
+        used = await served.client.start_session("t1", api_key="sk-rb-other-app")
+        assert (await ask(served, "sk-rb-other-app")).status_code == 200
+        with anyio.fail_after(60):
+            while len(served.events("EpisodeOpened")) < 3:  # noqa: ASYNC110 - the book has no event for this
+                await anyio.sleep(0.1)
+        assert [event.episode_id for event in served.events("EpisodeClosed")] == [used.session_id]
+        for key in ("sk-rb-one-app", "sk-rb-other-app"):
+            assert (await ask(served, key)).status_code == 200
+
+
 async def test_starting_twice_with_the_same_ids_is_starting_once():
     async with serving(answer) as served, httpx.AsyncClient(timeout=60, base_url=served.url, trust_env=False) as http:
         body = {"task_id": "t", "session_id": "ep_1", "api_key": "sk-rb-chosen"}
@@ -274,6 +302,23 @@ async def test_a_server_that_comes_back_knows_its_sessions():
             assert await served.client.set_reward(ended.api_key, reward) is not None
         with pytest.raises(SessionEnded):
             served.service.sessions.require_open(ended.api_key)
+
+
+async def test_an_episode_that_was_pruned_takes_rewards(tmp_path):
+    log = DirectoryLog(tmp_path, writer="one")
+    async with serving(answer, log=log) as served:
+        started = await served.client.start_session("t1")
+        said_id = (await ask(served, started.api_key)).json()["id"]
+        await served.client.end_session(started.api_key)
+    log.close()
+    assert prune(tmp_path, episode_ids=[started.session_id]).n_events == 1
+    log = DirectoryLog(tmp_path, writer="one")
+    async with serving(answer, log=log) as served:
+        assert await served.client.set_reward(started.api_key, 1, interaction_id=said_id) == said_id
+        assert await served.client.set_reward(started.api_key, 1, target="episode") is None
+        with pytest.raises(BadRequest, match="were pruned; give an interaction_id"):
+            await served.client.set_reward(started.api_key, 1)
+    log.close()
 
 
 async def test_servers_of_one_book_leave_each_others_sessions_alone_and_reward_any():

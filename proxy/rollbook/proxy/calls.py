@@ -160,11 +160,12 @@ class Calls:
     def begin(self, session: Session, request: Request) -> Client:
         """Start a call, or join the one that this request repeats. Raises Busy."""
         key = _key(session, request)
-        known = self._repeated(key, request)
+        has_failed = request.retries > 0 and self._failed.get(key, 0) > 0
+        known = self._repeated(key, request, has_failed=has_failed)
         if known is not None:
             return Client(known, request.retries)
         retries = request.retries
-        if retries and self._failed.get(key):
+        if has_failed:
             self._failed[key] -= 1
             request = msgspec.structs.replace(request, retries=0)  # there is no answer to look for
         if not self._is_open:
@@ -187,14 +188,15 @@ class Calls:
         call.task = asyncio.get_running_loop().create_task(self._run(call))
         return client
 
-    def _repeated(self, key: "_Key", request: Request) -> Call | None:
+    def _repeated(self, key: "_Key", request: Request, *, has_failed: bool) -> Call | None:
         """The call that a request is, asked again: any of its idempotency key; without one, a call whose client has
-        gone, or, where the client counts its retries, one that an earlier try seems to wait for."""
+        gone, or, where the client counts its retries and no such try has failed, one that an earlier try seems to
+        wait for."""
         calls = [call for call in self._waited.get(key, ()) if not call.has_gone and call.error is None]
         if request.idempotency_key is not None:
             return next(iter(calls), None)
         alone = next((call for call in calls if not call.clients), None)
-        if alone is not None or not request.retries:
+        if alone is not None or has_failed or not request.retries:
             return alone
         waiting = (client for call in calls for client in call.clients)
         earlier = next((one for one in waiting if one.retries < request.retries and not one.is_replaced), None)

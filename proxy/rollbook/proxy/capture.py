@@ -287,10 +287,14 @@ class Capture:
         return episode
 
     def _read(self, episode: Episode, found: list[tuple[Event, tuple[str, int]]]) -> None:
+        """Take in what the book has; where some of it was pruned, only names and places."""
+        calls = [(e, fact, place) for e, place in found if isinstance(fact := e.fact, InteractionRecorded)]
+        if any(event.messages is None for event, _, _ in calls):
+            episode.places.update({event.interaction_id or "": place for event, _, place in calls})
+            return
         episode.tree = TreeIndex.from_events((event for event, _ in found), self._settings.rules)
-        for event, place in found:
-            if isinstance(event.fact, InteractionRecorded):
-                self._remember(episode, event, event.fact, place)
+        for event, fact, place in calls:
+            self._remember(episode, event, fact, place)
 
     async def _wake(self, episode: Episode) -> None:
         """An episode that is in memory, and will be until it is let go of."""

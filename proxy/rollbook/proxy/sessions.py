@@ -14,8 +14,9 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
@@ -62,6 +63,11 @@ class Session(msgspec.Struct, kw_only=True, eq=False):
     waiting: int = 0  # and those that wait for their turn
     ending: anyio.Lock | None = None  # while it is being ended
 
+    @property
+    def has_interactions(self) -> bool:
+        """Of one that is open."""
+        return bool(self.pointers) if self.episode is None else self.episode.n_interactions > 0
+
 
 def hash_key(key: str) -> bytes:
     """What is kept of a key. Keys are random and long, so one round of sha256 is enough."""
@@ -93,7 +99,7 @@ class Sessions:
         self._opening: set[str] = set()  # ids whose start is being recorded
         self._reopening = anyio.Lock()
         self.permits = permits or Permits(config.permit_s, clock=clock)
-        self._busy_keys: dict[bytes, asyncio.Lock] = {}
+        self._busy_keys: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self.book: Callable[[], Book] | None = None  # where forks find what they repeat; blocks
         self._origins: OrderedDict[str, Origin] = OrderedDict()
         self.on_close: Callable[[Session], Awaitable[None]] | None = None  # stops the calls of a session that ends
@@ -227,12 +233,12 @@ class Sessions:
         digest = hash_key(key)
         if hmac.compare_digest(digest, self._admin):
             raise BadRequest("api_key must not be the admin key", param="api_key")
-        lock = self._busy_keys.setdefault(digest, asyncio.Lock())
-        async with lock:
-            try:
-                return await self._start(body, key, digest)
-            finally:
-                self._busy_keys.pop(digest, None)
+        async with self._busy(digest):
+            return await self._start(body, key, digest)
+
+    def _busy(self, key: bytes) -> asyncio.Lock:
+        """What starts on one key take turns with. It lives as long as somebody holds it or waits for it."""
+        return self._busy_keys.setdefault(key, asyncio.Lock())
 
     async def _start(self, body: StartSession, key: str, digest: bytes) -> Started:
         held = self._by_key.get(digest)
@@ -333,7 +339,7 @@ class Sessions:
             return None
         if session.episode is not None or session.pointers or session.state == "open":
             episode = await self.episode_of(session)
-            known: Container[str] = episode.places
+            known: Collection[str] = episode.places
             last = episode.last_main
             if session.state != "open" or self._open.get(session.episode_id) is not session:
                 self._put_away(session, episode)
@@ -346,9 +352,11 @@ class Sessions:
                 )
             return body.interaction_id
         if last is None:
+            has = "no interactions to reward; make a model call first"
+            if known:
+                has = "only interactions that are not trained on or were pruned; give an interaction_id"
             raise BadRequest(
-                f"session {session.episode_id} has no interactions to reward; make a model call first, "
-                "or reward the episode with target='episode'",
+                f"session {session.episode_id} has {has}, or reward the episode with target='episode'",
                 param="interaction_id",
             )
         return last
@@ -368,13 +376,9 @@ class Sessions:
         key, was_open = session.key, session.state == "open"
         count = await self._end(session, state, reason)
         if self._config.is_online and was_open and key is not None:
-            lock = self._busy_keys.setdefault(key, asyncio.Lock())
-            async with lock:
-                try:
-                    if key not in self._by_key:
-                        await self._start(StartSession(task_id=session.task_id, run_id=session.run_id), "", key)
-                finally:
-                    self._busy_keys.pop(key, None)
+            async with self._busy(key):
+                if key not in self._by_key:
+                    await self._start(StartSession(task_id=session.task_id, run_id=session.run_id), "", key)
         return count
 
     async def _end(self, session: Session, state: EpisodeState, reason: str | None) -> int:
@@ -412,9 +416,11 @@ class Sessions:
                 del self._ended[old.key]
 
     def idle(self) -> list[Session]:
-        """Open sessions that nobody used for `idle_s`."""
+        """Open sessions that nobody used for `idle_s`. An online one that nobody ever used waits on: after its end
+        there would be another of the same kind."""
         limit = self._clock() - self._config.idle_s
-        return [s for s in self._open.values() if s.last_used < limit and not s.calls]
+        idle = [s for s in self._open.values() if s.last_used < limit and not s.calls]
+        return [s for s in idle if s.has_interactions] if self._config.is_online else idle
 
     # Coming back
 
