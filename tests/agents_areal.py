@@ -1,5 +1,6 @@
 """What the run-areal tests use as a dataset and as a model's side of conversations."""
 
+import itertools
 import re
 
 from agents_scripts import call
@@ -13,7 +14,8 @@ def rows():
 
 
 def script(tokenizer):
-    """Uses the tools, or answers outright where there are none; wrong for half of the requests."""
+    """Uses the tools, or answers outright where there are none; every other answer is wrong."""
+    answers = itertools.count()
 
     def answer(generation):
         text = tokenizer.decode(generation.prompt_ids)
@@ -22,8 +24,7 @@ def script(tokenizer):
         if "<tools>" in text and results < 2:
             said = call("multiply", a=3, b=asked) if not results else call("add", a=3 * asked, b=5)
         else:
-            wrong = int(generation.request_id[-1], 16) % 2
-            said = str(3 * asked + 5 + wrong)
+            said = str(3 * asked + 5 + next(answers) % 2)
         return tokenizer.encode(said + "<|im_end|>").tolist()
 
     return answer

@@ -37,7 +37,7 @@ async def main(workflow: str, script: str, *, in_thread: bool, is_deployed: bool
 
         async def run() -> list:
             async with ProxyClient(served.url, served.service.admin_key) as client:
-                runner = Runner(client, workflow, run_id="run", n_samples=2, time_limit_s=50)
+                runner = Runner(client, workflow, run_id="run", n_samples=2)
                 return await runner.run(tasks_of(ROWS))
 
         episodes = await (in_thread_loop(run, name="rollouts") if in_thread else run())

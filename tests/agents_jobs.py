@@ -98,6 +98,14 @@ def hang_for(data):
     return data["seconds"]
 
 
+def meet(data):
+    """Ends when as many as are to meet are here at once."""
+    open(os.path.join(data["at"], data["id"]), "w").close()
+    while len(os.listdir(data["at"])) < data["n"]:
+        time.sleep(0.01)
+    return data["n"]
+
+
 async def later(data):
     await asyncio.sleep(0.001)
     return data["x"]

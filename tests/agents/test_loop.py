@@ -80,7 +80,7 @@ async def test_groups_start_in_the_order_of_seed_and_epoch():
 async def test_a_restart_redoes_nothing_that_ended_and_skips_nothing():
     config = RolloutConfig(consumer_batch_size=100, max_concurrent_rollouts=3)
     proxy, loop = make(config=config, n_samples=3, total_epochs=2)
-    with anyio.move_on_after(0.5) as scope:
+    with anyio.CancelScope() as scope:
 
         def stop_midway(group_id, episodes):
             if len(groups(proxy)) > 14:

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 import agents_jobs
 from agents_scripts import counting, text_of
+from ports import free_port
 from proxy_serving import said, serving
 from rollbook.agents.config import AgentConfig
 from rollbook.agents.data import tasks_of
@@ -115,10 +116,14 @@ async def test_a_hung_agent_is_stopped_and_what_it_said_stays():
         await anyio.sleep(3600)
 
     async with serving(counting) as served:
-        (episode,) = await Runner(served.client, hangs, run_id="run", time_limit_s=2).run(TASKS[:1])
-        assert (episode.state, episode.n_interactions) == ("failed", 1)
-        (closed,) = served.events("EpisodeClosed")
-        assert (closed.fact.state, closed.fact.reason) == ("failed", episode.reason)
+        for time_limit_s in (2, 8, 32):  # as long as this machine takes for a call
+            (episode,) = await Runner(served.client, hangs, run_id="run", time_limit_s=time_limit_s).run(TASKS[:1])
+            closed = served.events("EpisodeClosed")[-1]
+            assert (closed.fact.state, closed.fact.reason) == (episode.state, episode.reason)
+            assert episode.state == "failed"
+            if episode.n_interactions:
+                break
+        assert episode.n_interactions == 1
 
 
 async def test_an_engine_that_dies_fails_the_episodes_that_ask_it_and_no_others():
@@ -166,11 +171,11 @@ async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
         return said(f"turn {text.count('<|im_start|>assistant')}")
 
     key = "admin-key-of-the-tests"
+    config = ServeConfig(admin_key=key, port=free_port())
     log = DirectoryLog(tmp_path / "book", writer="proxy")
     async with anyio.create_task_group() as group:
         episodes = []
-        async with serving(hold, log=log, config=ServeConfig(admin_key=key)) as served:
-            port = int(served.url.rsplit(":", 1)[1])
+        async with serving(hold, log=log, config=config) as served:
             client = ProxyClient(served.url, key)
 
             async def run():
@@ -182,8 +187,8 @@ async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
         log.close()
         restarted.set()
         log = DirectoryLog(tmp_path / "book", writer="proxy")
-        async with serving(hold, log=log, config=ServeConfig(admin_key=key, port=port)) as served:
-            with anyio.fail_after(60):
+        async with serving(hold, log=log, config=config) as served:
+            with anyio.fail_after(250):
                 while not episodes:  # noqa: ASYNC110
                     await anyio.sleep(0.02)
             assert [(e.state, e.reward, e.n_interactions) for e in episodes] == [("done", 1.0, 4)]
@@ -195,15 +200,20 @@ async def test_an_episode_goes_on_over_a_restart_of_the_server(tmp_path):
 
 
 async def test_a_proxy_that_goes_away_for_good_stops_the_runner():
+    begun, gone = anyio.Event(), anyio.Event()
+
     async def agent(data):
-        await anyio.sleep(0.2)
+        begun.set()
+        await gone.wait()
         return 1.0
 
     async def outlive():
-        async with anyio.create_task_group() as group, serving(counting) as served:
-            client = ProxyClient(served.url, served.service.admin_key)
-            group.start_soon(Runner(client, agent, run_id="run").run, TASKS[:1])
-            await anyio.sleep(0.1)
+        async with anyio.create_task_group() as group:
+            async with serving(counting) as served:
+                client = ProxyClient(served.url, served.service.admin_key)
+                group.start_soon(Runner(client, agent, run_id="run").run, TASKS[:1])
+                await begun.wait()
+            gone.set()
 
     with pytest.raises(BaseExceptionGroup) as caught:
         await outlive()
@@ -265,7 +275,8 @@ async def test_an_application_keeps_its_key_over_many_sessions():
     ],
 )
 async def test_a_reward_that_fails_is_missing_with_its_reason(judge, says):
-    wrapped = AsyncRewardWrapper(getattr(agents_jobs, judge), timeout_seconds=0.5, max_retries=0)
+    timeout_s = 0.5 if judge == "hang" else 200.0
+    wrapped = AsyncRewardWrapper(getattr(agents_jobs, judge), timeout_seconds=timeout_s, max_retries=0)
 
     async def agent(data, base_url, api_key):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import httpx
 
 from rollbook.proxy.engine import Generation
@@ -34,8 +35,11 @@ class Agent:
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **_: Any) -> float:
         messages = list(data["messages"])
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=300) as client:
             for _turn in range(2):
+                with open(os.environ["ACKNOWLEDGED"]) as file:
+                    if len(file.readlines()) >= int(os.environ["MOST"]):
+                        await anyio.sleep_forever()  # it is to be killed before it is done
                 response = await client.post(f"{base_url}/chat/completions", json={"model": "m", "messages": messages})
                 response.raise_for_status()
                 body = response.json()

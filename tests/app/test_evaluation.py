@@ -55,7 +55,7 @@ def test_an_evaluation_that_is_told_to_end_takes_its_server_along(tmp_path: Path
     while process.poll() is None and not (tmp_path / "begun").exists():
         time.sleep(0.02)
     process.terminate()
-    assert process.wait(100) == 130
+    assert process.wait(800) == 130
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 

@@ -117,13 +117,22 @@ def test_groups_that_failed_whole_come_again_unless_a_batch_knows_of_them(tmp_pa
 
 
 class Asking:
-    """An agent that asks twice."""
+    """An agent that asks twice; where it is `held`, it never goes on."""
+
+    def __init__(self) -> None:
+        self.met: set[str] = set()
+        self.held = ""
+        self.n_held = 0
 
     async def run(self, data: dict[str, object], *, base_url: str, api_key: str) -> float:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+        self.met.add(base_url)
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=300) as client:
             for _turn in range(2):
                 body = {"model": "m", "messages": data["messages"]}
                 (await client.post(f"{base_url}/chat/completions", json=body)).raise_for_status()
+                if base_url == self.held:
+                    self.n_held += 1
+                    await anyio.sleep_forever()
                 await anyio.sleep(0.1)
         return 1.0
 
@@ -150,11 +159,11 @@ def test_servers_come_and_go_while_the_run_goes_on(
         },
         GRPOConfig,
     )
-    run, rollouts = tmp_path / "e" / "t", LocalRollouts()
+    run, rollouts, agent = tmp_path / "e" / "t", LocalRollouts(), Asking()
     tasks = [{"messages": [{"role": "user", "content": f"What is {i} + 1?"}]} for i in range(8)]
 
     def until(is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while not is_so():
             rollouts.check()
             assert time.monotonic() < deadline
@@ -174,13 +183,14 @@ def test_servers_come_and_go_while_the_run_goes_on(
         book_path=config.book_path,
         run_id=config.run_id,
         tasks=tasks,
-        workflow=Asking(),
+        workflow=agent,
         workflow_kwargs={},
         version=0,
         weights="tiny",
     )
     try:
         until(lambda: writers() == {"proxy-1"})
+        [first] = agent.met
         assert (run / "proxies").read_text() == "1\n"
         (run / "proxies").write_bytes(b"none\xff")
         until(lambda: "must hold a number of servers" in capsys.readouterr().err)
@@ -197,6 +207,8 @@ def test_servers_come_and_go_while_the_run_goes_on(
         now = datetime.now(UTC)  # what the second one did before it was taken away does not count
         (run / "proxies").write_text("2\n")
         until(lambda: writers(now) == {"proxy-1", "proxy-2"})
+        agent.held = first
+        until(lambda: agent.n_held > 0)  # an episode is in its middle there
         for pid, line in processes():
             if str(tmp_path) in line and "--writer proxy-1 " in line and "keeper" not in line:
                 os.kill(pid, signal.SIGKILL)

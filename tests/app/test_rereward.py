@@ -292,10 +292,25 @@ def hangs(episode):
             pass
     return 1.0
 
-async def slow(episode):
-    note(episode, "began")
-    await asyncio.sleep(0.4)
+together = 0
+
+async def meets(episode):  # returns when three are at it at once
+    global together
+    together += 1
+    while together < 3:
+        await asyncio.sleep(0.001)
     return 1.0
+
+here = 0
+
+async def alone(episode):  # how many are at it
+    global here
+    here += 1
+    try:
+        await asyncio.sleep(0.02)
+        return float(here)
+    finally:
+        here -= 1
 
 async def hangs_async(episode):
     await asyncio.sleep(60)
@@ -406,14 +421,9 @@ def test_a_wrong_path_does_not_become_a_book(
     assert not (tmp_path / "none").exists()
 
 
-def test_async_judgements_run_at_once_as_many_as_allowed(book_path: str, paced: str, tmp_path: Path) -> None:
-    tried(book_path, f"{paced}:slow", concurrency=3)
-    began = noted(tmp_path, "began")
-    assert began[2] - began[0] < 0.4, "three at once"
-    (tmp_path / "began").unlink()
-    tried(book_path, f"{paced}:slow", concurrency=1)
-    began = noted(tmp_path, "began")
-    assert began[1] - began[0] >= 0.4, "one after the other"
+def test_async_judgements_run_at_once_as_many_as_allowed(book_path: str, paced: str) -> None:
+    assert values(tried(book_path, f"{paced}:meets", concurrency=3)) == [1, 1, 1], "three at once"
+    assert values(tried(book_path, f"{paced}:alone", concurrency=1)) == [1, 1, 1], "one after the other"
 
 
 def test_a_judgement_that_fails_is_tried_again(book_path: str, paced: str) -> None:
@@ -430,9 +440,9 @@ def test_a_function_may_judge_lists(book_path: str, paced: str) -> None:
 
 
 def test_a_rate_is_kept_over_all_processes(book_path: str, paced: str, tmp_path: Path) -> None:
-    reward_by_function(book_path, f"{paced}:timed", name="r", processes=1, rate_per_s=4)
+    reward_by_function(book_path, f"{paced}:timed", name="r", processes=1, rate_per_s=2)
     times = noted(tmp_path, "times")
-    assert times[-1] - times[0] >= 2 * 0.25 * 0.9
+    assert times[-1] - times[0] >= 0.5, "1 s, and the first may be noted late"
 
 
 def test_a_process_that_dies_is_one_sentence_and_the_rest_is_judged_next_time(

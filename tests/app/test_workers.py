@@ -41,7 +41,7 @@ def two_workers(folder: Path, *more: str) -> Iterator[dict[str, Any]]:
         yield json.loads((folder / "address.json").read_text())
     finally:
         program.send_signal(signal.SIGTERM)
-        assert program.wait(100) == 0
+        assert program.wait(800) == 0
     assert verify(folder / "book").is_whole
 
 
@@ -156,9 +156,9 @@ def test_a_server_whose_engine_never_comes_can_be_stopped(workers: int, status: 
         environment = {**os.environ, "ROLLBOOK_ADMIN_KEY": ADMIN, "PYTHONPATH": os.pathsep.join(sys.path)}
         program = subprocess.Popen(command, cwd=tmp_path, env=environment)
         try:
-            assert asked.wait(200)
+            assert asked.wait(800)
             program.send_signal(signal.SIGTERM)
-            assert program.wait(100) == status
+            assert program.wait(800) == status
         finally:
             program.kill()
             engine.shutdown()

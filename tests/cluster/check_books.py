@@ -56,7 +56,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=100,
+                timeout=800,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             found[scheduler] = folder / "cluster" / "t" / "book"

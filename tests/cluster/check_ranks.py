@@ -15,7 +15,8 @@ import pytest
 import ray
 
 from cluster.check_books import CONFIG, HERE, STEPS, content
-from cluster.slurm_node import free_ports, slurm_of_one_node
+from cluster.slurm_node import slurm_of_one_node
+from ports import free_port
 from rollbook.app.launch import Supervisor
 from rollbook.app.launch_local import LocalLauncher
 from rollbook.app.launch_ray import RayLauncher
@@ -26,7 +27,7 @@ from rollbook.store import open_book
 def trained(launcher: Supervisor, folder: Path, overrides: Sequence[str], *, n_ranks: int) -> Path:
     """The book of a run whose ranks were `n_ranks` programs of the launcher."""
     (folder / "config.yaml").write_text(CONFIG)
-    [port] = free_ports(1)
+    port = free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={n_ranks}", "--nproc-per-node=1"]
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     torchrun += ["--rdzv-conf=timeout=200", "-m"]  # to connect: the other may start a minute later on a busy machine
@@ -38,7 +39,7 @@ def trained(launcher: Supervisor, folder: Path, overrides: Sequence[str], *, n_r
             [*torchrun, *train], n=n_ranks, env=env, log_path=folder / "rank.log", wait_s=60, is_server=False
         )
         for rank in ranks:
-            assert rank.wait(250), rank.logs()
+            assert rank.wait(800), rank.logs()
             rank.check()
     return folder / "cluster" / "t" / "book"
 

@@ -33,7 +33,7 @@ class Agent:
 
     async def run(self, data: dict[str, Any], *, base_url: str, api_key: str, **_: Any) -> float:
         messages = list(data["messages"])
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=30) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=300) as client:
             for _turn in range(2):
                 response = await client.post(f"{base_url}/chat/completions", json={"model": "m", "messages": messages})
                 response.raise_for_status()

@@ -6,15 +6,16 @@ the context. What is not here: the packages slurm-wlm and munge (`apt-get instal
 
 import os
 import pwd
-import random
 import secrets
 import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from ports import free_ports
 
 CONF = """
 ClusterName=rollbook
@@ -51,18 +52,6 @@ NodeName={host} NodeAddr={address} CPUs={cpus} SocketsPerBoard=1 CoresPerSocket=
 PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
 PartitionName=spare Nodes={host} MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
 """
-
-
-def free_ports(n: int) -> list[int]:
-    """Of those that the kernel gives to nobody by itself: Ray and Slurm open many connections before ours is used."""
-    found: list[int] = []
-    for port in random.sample(range(20_000, 32_000), 1000):
-        with socket.socket() as one, suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == n:
-            return found
-    raise RuntimeError(f"no {n} ports are free between 20,000 and 32,000")
 
 
 @contextmanager
@@ -120,7 +109,7 @@ def munged(folder: Path) -> Iterator[None]:
     with (folder / "out").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 300
         while not (folder / "socket").exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"munged did not start: {(folder / 'out').read_text()}")
@@ -131,7 +120,7 @@ def munged(folder: Path) -> Iterator[None]:
 
 
 def wait_for_node(environment: dict[str, str], folder: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     said = ""
     while time.monotonic() < deadline:
         found = subprocess.run(

@@ -20,7 +20,7 @@ def test_the_notebook_runs_on_a_book(shown_book: Path, tmp_path: Path, monkeypat
 
         notebook = nbformat.read(EXAMPLE, as_version=4)
         assert all(not cell.get("outputs") for cell in notebook.cells), "committed without outputs"
-        NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+        NotebookClient(notebook, timeout=800, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
     text = "".join(output.get("text", "") for output in outputs)

@@ -29,7 +29,7 @@ class Terminal:
         words = [sys.executable, "-m", "rollbook.app.cli", "sql", str(book)]
         self._process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env, close_fds=True)
         os.close(theirs)
-        self.text = ""
+        self.text = self._end = ""
 
     def answer(self, keys: str) -> None:
         """Type at a new prompt: what comes earlier is not read by it."""
@@ -41,19 +41,21 @@ class Terminal:
 
     def wait_for(self, text: str) -> None:
         """Read until the text came after what was waited for before."""
-        until = time.monotonic() + 40
+        until = time.monotonic() + 600
         while text not in self.text:
             ready, _, _ = select.select([self._ours], [], [], max(0.0, until - time.monotonic()))
             assert ready, f"waited for {text!r}, got {self.text!r}"
             got = os.read(self._ours, 65536).decode(errors="replace")
             self.text += got
-            if "\x1b[6n" in got:  # where is the cursor?
+            self._end += got
+            if "\x1b[6n" in self._end:  # where is the cursor?
                 self.type("\x1b[1;1R")
+            self._end = self._end[-3:]  # half a question
         self.text = self.text.split(text, 1)[1]
 
     def end(self) -> int:
         self.answer("\x04")
-        return self._process.wait(100)
+        return self._process.wait(800)
 
     def stop(self) -> None:
         self._process.kill()

@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +135,8 @@ def test_tail_prints_the_past_and_follows(tmp_path: Path) -> None:
             assert json.loads(tail.stdout.readline())["fact"]["task_id"] == "before"
             book.log.append_blocking(Event(run_id="other", episode_id="ep_2", fact=EpisodeOpened(task_id="not mine")))
             book.log.append_blocking(Event(run_id="r", episode_id="ep_1", fact=RewardGiven(value=0.5)))
-            began = time.monotonic()
             line = json.loads(tail.stdout.readline())
             assert (line["kind"], line["fact"]["value"]) == ("RewardGiven", 0.5)
-            assert time.monotonic() - began < 20
             tail.terminate()
 
 

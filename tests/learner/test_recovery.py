@@ -33,8 +33,8 @@ FACTS = ("loss", "reward", "grad_norm", "entropy", "lr", "n_rows")
 def run(root: Path, model: str, point: str, count: int) -> int:
     process = PROCESSES.Process(target=killed.main, args=(str(root), model, point, str(count)))
     process.start()
-    process.join(200)
-    assert process.exitcode is not None, "the run did not end within 200 s"
+    process.join()
+    assert process.exitcode is not None
     return process.exitcode
 
 

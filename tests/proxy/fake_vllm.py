@@ -17,6 +17,7 @@ import anyio
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from ports import free_port
 from rollbook.proxy.checkpoint import read_shapes
 
 
@@ -70,7 +71,7 @@ class FakeVLLM:
 
     def __post_init__(self) -> None:
         self._runner: web.AppRunner | None = None
-        self._port = 0
+        self._port = free_port()
         self._restart()
 
     def _restart(self) -> None:
@@ -90,7 +91,6 @@ class FakeVLLM:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, reuse_address=True)
         await site.start()
-        self._port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         self.url = f"http://127.0.0.1:{self._port}"
 
     def _routes(self) -> list[web.RouteDef]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
@@ -70,6 +71,18 @@ def dense_logprobs(model: Any, prompt: list[int], output: list[int], temperature
 async def engine(folder: Path) -> AsyncIterator[EmbeddedEngine]:
     async with EmbeddedEngine(folder, device="cpu", threads=2) as engine:
         yield engine
+
+
+def keep_pace(engine: EmbeddedEngine, seen: list[Sampled]) -> None:
+    """At most a few tokens ahead of who reads the first answer: what he does comes in its middle, however late."""
+    worker = engine._worker
+
+    def wait(*_: object) -> None:
+        first = worker._alive.get(0)
+        while first is not None and len(first.output) > len(seen) + 8 and worker.commands.empty():
+            time.sleep(0.001)
+
+    worker._model._model.register_forward_pre_hook(wait)
 
 
 async def collect_all(engine: Engine, asked: list[Any]) -> list[list[Sampled]]:
@@ -206,7 +219,14 @@ async def test_known_text_is_not_computed_again(folder: Path) -> None:
         model = engine._worker._model._model
         model.register_forward_pre_hook(lambda *args: read.append(args[2]["input_ids"].numel()), with_kwargs=True)
         prompt = PROMPT * 6
-        answers = await collect_all(engine, [generation(prompt, str(n), seed=n, max_tokens=4) for n in range(8)])
+        await engine.pause()  # so that all of them meet in one step
+        asked = [generation(prompt, str(n), seed=n, max_tokens=4) for n in range(8)]
+        together = asyncio.ensure_future(collect_all(engine, asked))
+        while engine._worker.commands.empty() and not engine._worker.waiting:
+            await anyio.lowlevel.checkpoint()
+        await anyio.lowlevel.checkpoint()
+        await engine.resume()
+        answers = await together
         assert sum(read) == 60 + 8 * 3  # the prompt once; the first token of each comes from it
         read.clear()
         child = [*prompt, *ids_of(answers[0]), 7, 8]
@@ -235,8 +255,9 @@ async def test_more_requests_than_may_run_wait_their_turn(folder: Path) -> None:
         async with anyio.create_task_group() as tasks:
             for n in range(5):
                 tasks.start_soon(collect, engine, generation([5, n], str(n), max_tokens=50))
-            await anyio.sleep(0.05)
-            assert (await engine.health()).waiting == 5
+            with anyio.fail_after(60):
+                while (await engine.health()).waiting < 5:  # noqa: ASYNC110 - an engine has no event for this
+                    await anyio.sleep(0.01)
             await engine.resume()
         assert (await engine.health()).waiting == 0
 
@@ -250,6 +271,7 @@ async def test_each_token_carries_the_version_that_sampled_it(folder: Path, othe
     async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
         models = {0: dense, 1: AutoModelForCausalLM.from_pretrained(other), 2: dense}
         answers: list[list[Sampled]] = [[] for _ in range(6)]
+        keep_pace(engine, answers[0])
 
         async def ask(n: int) -> None:
             asked = generation(PROMPT if n < 4 else PROMPT[:n], str(n), max_tokens=200, seed=n)
@@ -481,7 +503,8 @@ async def test_an_adapter_answers_as_peft_has_it_and_each_token_has_its_version(
     with_adapter = adapted(folder, adapter)
     base = AutoModelForCausalLM.from_pretrained(folder)
     async with EmbeddedEngine(folder, device="cpu", threads=1) as engine:
-        pieces = []
+        pieces: list[Sampled] = []
+        keep_pace(engine, pieces)
         async with aclosing(engine.generate(generation(PROMPT, max_tokens=40, seed=1))) as stream:
             async for piece in stream:
                 pieces.append(piece)

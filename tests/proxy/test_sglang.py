@@ -30,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def engine_on(fake: FakeSGLang) -> AsyncIterator[SGLangEngine]:
-    async with serving(fake), SGLangEngine(fake.model, url=fake.url, start_s=5) as engine:
+    async with serving(fake), SGLangEngine(fake.model, url=fake.url) as engine:
         yield engine
 
 

@@ -147,9 +147,9 @@ async def test_a_reader_that_leaves_closes_and_one_that_has_read_the_end_keeps_t
         assert ended.n == (0 if drains else 1)
         go_on.set()
         if not drains:
-            await asyncio.wait_for(gone.wait(), 5)
+            await asyncio.wait_for(gone.wait(), 60)
         else:
-            await asyncio.wait_for(ended.told.wait(), 5)
+            await asyncio.wait_for(ended.told.wait(), 60)
         assert await (await upstream.post("/x", b"{}", Ends())).read() == b"himore"
         assert len(met) == (1 if drains else 2)
 

@@ -360,7 +360,7 @@ def test_a_full_disk_stops_the_log_with_one_clear_sentence(tmp_path: Path) -> No
         log.close()
     """
     process = python(code, tmp_path / "book")
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate()
     assert process.returncode == 0
     failed, closed = out.splitlines()
     assert "File too large; nothing of this append is acknowledged" in failed
@@ -376,10 +376,12 @@ def test_a_full_disk_stops_the_log_with_one_clear_sentence(tmp_path: Path) -> No
 @pytest.mark.anyio
 async def test_a_failed_sync_stops_the_log_and_answers_everybody(tmp_path: Path) -> None:
     is_broken = False
+    is_syncing, have_queued = threading.Event(), threading.Event()
 
     def sync(fd: int) -> None:
         if is_broken:
-            time.sleep(0.02)  # meanwhile others queue up
+            is_syncing.set()
+            have_queued.wait()
             raise OSError(errno.EIO, "Input/output error")
         os.fdatasync(fd)
 
@@ -398,9 +400,11 @@ async def test_a_failed_sync_stops_the_log_and_answers_everybody(tmp_path: Path)
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(task)
-        await anyio.sleep(0.005)
+        await anyio.to_thread.run_sync(is_syncing.wait)
         for _ in range(4):
             tasks.start_soon(task)
+        await anyio.wait_all_tasks_blocked()
+        have_queued.set()
     assert [type(e) for e in failures] == [LogWriteFailed] * 8
     assert "Input/output error; nothing of this append is acknowledged" in str(failures[0])
     is_broken = False  # a later sync that succeeds proves nothing: the log stays stopped
@@ -442,7 +446,7 @@ def test_a_read_only_folder_can_be_read_and_says_why_it_takes_no_writer(shared_f
                 print(error)
     """
     process = python(code, path)
-    out, _ = process.communicate(timeout=200)
+    out, _ = process.communicate()
     assert process.returncode == 0
     assert out.count("Permission denied; make the folder writable") == 3
     for folder, _, _ in os.walk(path):
@@ -478,7 +482,7 @@ def test_one_writer_name_has_one_owner(tmp_path: Path) -> None:
         DirectoryLog(sys.argv[1], "other").close()
     """
     process = python(code, tmp_path / "book")
-    said = process.communicate(timeout=200)[0]
+    said = process.communicate()[0]
     assert f"another process ({os.getpid()}) appends to" in said
     assert process.returncode == 0
     log.close()
@@ -505,7 +509,7 @@ def test_a_forked_child_is_told_to_open_the_book_itself(tmp_path: Path) -> None:
         log.close()
     """
     process = python(code, tmp_path / "book")
-    process.communicate(timeout=200)
+    process.communicate()
     assert process.returncode == 0
 
 
@@ -521,7 +525,7 @@ def test_writers_in_many_processes_share_a_book(tmp_path: Path) -> None:
     """
     processes = [python(code, tmp_path / "book", i) for i in range(4)]
     for process in processes:
-        process.communicate(timeout=200)
+        process.communicate()
         assert process.returncode == 0
     for i in range(4):
         assert [e.recorded_at for e in found(tmp_path / "book", f"w{i}")] == list(range(100))
@@ -553,7 +557,7 @@ def test_a_reader_in_another_process_follows_live(tmp_path: Path) -> None:
     assert process.stdout.readline() == "ready\n"
     for n in range(300):
         log.append_blocking(numbered(7, n))
-    assert process.communicate(timeout=200)[0] == "all\n"
+    assert process.communicate()[0] == "all\n"
     log.close()
 
 

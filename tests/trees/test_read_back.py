@@ -135,7 +135,7 @@ def test_an_episode_of_two_thousand_turns_is_shown_quickly_and_in_little_memory(
         began = time.process_time()
         episode = book.episode("e")
         outputs = [one.output_ids for one in episode.interactions]
-        assert time.process_time() - began < 3
+        assert time.process_time() - began < 10  # .4 on an idle machine
         assert tracemalloc.get_traced_memory()[1] < 60e6  # whole prompts would take hundreds
         tracemalloc.stop()
         assert sum(map(len, outputs)) == 40 * n

@@ -230,7 +230,7 @@ def test_a_long_conversation_takes_no_round_for_each_turn(gamma: float) -> None:
         )
         began = time.process_time()
         by_sql = credits(book, gamma=gamma)
-        assert time.process_time() - began < 0.5  # 1.6 s with a round for each turn
+        assert time.process_time() - began < 1  # .05 s; 1.6 with a round for each turn
     assert by_sql == {
         name: value if value is None else pytest.approx(value, rel=1e-9)
         for name, value in credit_episode(turns, gamma=gamma).items()
