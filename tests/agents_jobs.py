@@ -121,7 +121,7 @@ def unpicklable_agent(data):
 
 def gone(pid: int) -> None:
     """Waits for a process to be no more."""
-    for _ in range(500):
+    for _ in range(60_000):
         try:
             with open(f"/proc/{pid}/stat") as file:
                 if file.read().rsplit(")", 1)[1].split()[0] == "Z":

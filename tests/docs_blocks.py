@@ -144,7 +144,7 @@ class Workspace:
         """End what a page has started."""
         for server in self.servers:
             server.terminate()
-            server.communicate(timeout=60)
+            server.communicate(timeout=600)
         self.servers.clear()
         self.url = ""
 

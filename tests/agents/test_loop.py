@@ -121,7 +121,7 @@ async def test_when_everything_fails_the_loop_stops_with_the_reason():
         raise ImportError("no module named tool_box")
 
     _, loop = make(agent, config=RolloutConfig(max_concurrent_rollouts=2), total_epochs=None)
-    with anyio.fail_after(60), pytest.raises(BaseExceptionGroup) as caught:
+    with anyio.fail_after(600), pytest.raises(BaseExceptionGroup) as caught:
         await loop.run()
     assert caught.group_contains(RolloutsFailing, match=r"the last 32 episodes .*ImportError: no module named tool_box")
 

@@ -85,19 +85,18 @@ def test_the_command_measures_and_records(tmp_path: Path, capsys: pytest.Capture
 
 
 AGENT = """
-import asyncio
+import asyncio, json, urllib.request
 
-from openai import AsyncOpenAI
-
-class Mine:
+class Mine:  # without an SDK, whose import alone may take its time on a busy machine
     def __init__(self, value):
         self.value = value
 
     async def run(self, data, *, base_url, api_key, **_):
-        messages = [{"role": "user", "content": "What is 3 * 10 + 5?"}]
-        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
-        await client.chat.completions.create(model="default", messages=messages)
-        await asyncio.sleep(60 if data["answer"] == "late" else 0)
+        body = {"model": "default", "messages": [{"role": "user", "content": "What is 3 * 10 + 5?"}]}
+        headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request).close()
+        await asyncio.sleep(3600 if data["answer"] == "late" else 0)
         return self.value
 """
 

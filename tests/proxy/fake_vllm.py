@@ -29,7 +29,7 @@ def next_token(weights: str, ids: list[int]) -> tuple[int, float]:
     return value, -0.01 - value / 100
 
 
-async def until(claim: Callable[[], bool], within_s: float = 60) -> None:
+async def until(claim: Callable[[], bool], within_s: float = 600) -> None:
     with anyio.fail_after(within_s):
         while not claim():  # noqa: ASYNC110 - what is waited for happens on the other side of a socket
             await anyio.sleep(0.001)

@@ -28,7 +28,7 @@ QUICK = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=0.05)
 PATIENT = ServeConfig(admin_key="admin-key-of-the-tests", grace_s=20)
 
 
-async def until(holds, seconds=60.0):
+async def until(holds, seconds=600.0):
     """Wait for something to become true."""
     with anyio.fail_after(seconds):
         while not holds():  # noqa: ASYNC110 - what is waited for has no event

@@ -131,7 +131,7 @@ async def test_a_server_that_does_not_come_back_is_said_to_be_gone(folder: Path)
     async with engine_on(fake, start_s=3) as engine:
         fake.dies_after = 5
         asked = [collect(engine, generation([9, n], str(n), max_tokens=40)) for n in range(5)]
-        with anyio.fail_after(60):
+        with anyio.fail_after(600):
             got = await asyncio.gather(*asked, return_exceptions=True)
         assert all(isinstance(one, EngineUnavailable) and one.retry_after_s for one in got)
         health = await engine.health()
@@ -236,7 +236,7 @@ async def test_rollbook_serve_answers_through_a_given_server(folder: Path, other
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "ROLLBOOK_ADMIN_KEY": "k" * 32}
         process = await anyio.open_process(command, env=env, stdout=None, stderr=None)
         try:
-            await until((tmp_path / "address").exists, within_s=250)
+            await until((tmp_path / "address").exists)
             url = json.loads((tmp_path / "address").read_text())["url"]
             async with aiohttp.ClientSession(headers={"Authorization": "Bearer " + "k" * 32}) as http:
                 async with http.get(f"{url}/rl/weights") as reply:
@@ -256,12 +256,12 @@ async def test_a_server_that_does_not_start_says_why(folder: Path, tmp_path: Pat
 
 
 def test_a_tethered_command_ends_when_its_holder_is_killed(tmp_path: Path) -> None:
-    sleeper = f"import os,time; open({str(tmp_path / 'pid')!r},'w').write(str(os.getpid())); time.sleep(60)"
+    sleeper = f"import os,time; open({str(tmp_path / 'pid')!r},'w').write(str(os.getpid())); time.sleep(3600)"
     command = [sys.executable, "-m", "rollbook.proxy.tether", sys.executable, "-c", sleeper]
-    holder = f"import subprocess,time; subprocess.Popen({command!r}, stdin=subprocess.PIPE); time.sleep(60)"
+    holder = f"import subprocess,time; subprocess.Popen({command!r}, stdin=subprocess.PIPE); time.sleep(3600)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", holder], env=env)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -170,7 +170,7 @@ async def test_follow_crosses_from_live_to_sealed_segments(tmp_path: Path) -> No
             if len(found) == 200:
                 return
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(600):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(read)
             for n in range(200):
