@@ -103,11 +103,30 @@ def test_a_stream_comes_piece_by_piece_through_the_other_worker(workers: tuple[d
         assert reply.text.endswith("data: [DONE]\n\n")
 
 
-def test_new_weights_reach_every_worker(workers: tuple[dict[str, Any], Path]) -> None:
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_new_weights_reach_every_worker_and_who_is_started_again(workers: tuple[dict[str, Any], Path]) -> None:
     address, _ = workers
+
+    def versions() -> list[int]:
+        return [call("GET", f"{one}/rl/weights", ADMIN).json()["version"] for one in address["urls"]]
+
     reply = call("POST", f"{address['url']}/rl/weights", ADMIN, {"path": "/weights", "version": 5})
     assert reply.json() == {"version": 5}
-    assert [call("GET", f"{one}/rl/weights", ADMIN).json()["version"] for one in address["urls"]] == [5, 5]
+    assert versions() == [5, 5]
+    keeper = children(address["pid"])[0]
+    [worker] = children(keeper)
+    os.kill(worker, signal.SIGKILL)
+    while Path(f"/proc/{worker}").exists():
+        time.sleep(0.05)
+    while True:
+        try:
+            assert versions() == [5, 5]
+            break
+        except httpx.TransportError:  # it is not there yet
+            time.sleep(0.05)
 
 
 def test_permits_are_those_of_all_workers_whoever_grants_and_whoever_takes(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollbook.agents.naming import load
+from rollbook.proxy.bodies import Weights
 from rollbook.proxy.capture import CaptureSettings
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Engine
@@ -82,6 +83,9 @@ def serve_book(
         tokenizer = Tokenizer.load(model_path)
     except ValueError as error:
         raise ModelUnavailable(f"the model folder {model_path} cannot be used: {error}") from error
+    if shared is not None and shared.weights.exists():  # the others have these by now
+        newest = msgspec.json.decode(shared.weights.read_bytes(), type=Weights)
+        weights, version = newest.path, newest.version
     answers = make_engines(
         engine,
         model_path,

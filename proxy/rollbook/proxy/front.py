@@ -39,19 +39,25 @@ class Shared:
     peers: Path
     index: int
 
+    @property
+    def weights(self) -> Path:
+        """The file with the weights that all workers were given last, for one that is started again."""
+        return self.peers.with_name("weights.json")
+
 
 class Front:
     """The ASGI application of the shared address. An async context manager: it holds the connections to the others.
 
-    app: this worker's own. peers: the addresses of all workers, ours at `index`.
+    app: this worker's own. peers: the addresses of all workers.
     """
 
-    def __init__(self, app: Any, sessions: Sessions, config: ServeConfig, peers: Sequence[str], index: int) -> None:
+    def __init__(self, app: Any, sessions: Sessions, config: ServeConfig, peers: Sequence[str], shared: Shared) -> None:
         self._app = app
         self._sessions = sessions
         self._config = config
         self._peers = [url.rstrip("/") for url in peers]
-        self._index = index
+        self._index = shared.index
+        self._weights = shared.weights
         self._room = Room(config.max_bodies_bytes)
         self._http: aiohttp.ClientSession | None = None
 
@@ -143,6 +149,10 @@ class Front:
         """Every worker has engines. The first refusal is the answer."""
         answers = await asyncio.gather(*(self._ask(i, body, scope) for i in range(len(self._peers))))
         status, headers, said = next((a for a in answers if a[0] != 200), answers[self._index])
+        if status == 200:
+            beside = self._weights.with_suffix(f".{self._index}")
+            beside.write_bytes(body)
+            beside.replace(self._weights)
         await answer(scope, send, status, said, headers)
 
     async def _to_who_knows(self, body: bytes, scope: Scope, send: Send) -> None:

@@ -874,7 +874,7 @@ async def _serve_front(service: Service, app: App, shared: Shared) -> None:
     listening = bind(config.host, shared.port, is_shared=True)
     try:
         async with (
-            Front(app, service.sessions, config, peers, shared.index) as front,
+            Front(app, service.sessions, config, peers, shared) as front,
             listen(
                 front,  # type: ignore[arg-type]
                 listening,
