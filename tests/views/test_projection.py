@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rollbook.store import (
     RunStarted,
     TokensScored,
 )
-from rollbook.store.book import Book
+from rollbook.store.book import Book, open_book
 from rollbook.store.events import encode_messages
 from rollbook.store.schema import metadata
 from rollbook.store.views import Views
@@ -315,3 +316,33 @@ def test_a_disk_that_is_full_for_the_tables_is_one_sentence(tmp_path: Path) -> N
     )
     assert "tables of the book could not be written" in done.stdout, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_book_on_a_full_disk_is_read_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "book"
+    with open_book(path, writer="w") as book:
+        book.log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="e"))
+        book.catch_up()
+        book.log.append_blocking(event(EpisodeOpened(task_id="t"), episode_id="f"))
+    before = (path / "views.duckdb").read_bytes()
+    code = (
+        "import resource, signal, sys\n"
+        "from rollbook.store import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "with open_book(sys.argv[1]) as book: print(book.sql('from episodes').num_rows)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr
+    assert "has no room for the tables; they are computed in memory" in done.stderr
+    assert (path / "views.duckdb").read_bytes() == before, "what is there is not thrown away"
+
+
+def test_events_keep_their_order_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MemoryLog()
+    began = time.time_ns()
+    for hours, fact in enumerate([EpisodeOpened(task_id="t"), RewardGiven(value=0.3), RewardGiven(value=0.7)]):
+        monkeypatch.setattr(time, "time_ns", lambda now=began - hours * 3600 * 10**9: now)
+        log.append_blocking(Event(run_id="r", episode_id="e", fact=fact))
+    assert Book(log).sql("select reward from episodes").to_pylist() == [{"reward": 0.7}]

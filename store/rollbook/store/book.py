@@ -31,7 +31,7 @@ from .relations import names_tokens, read_tokens
 from .rows import admit_rewards
 from .selection import Selection, discards_query, episodes_query, select_query
 from .stream import NODE_COLUMNS, Form, Nodes, Payloads, Tokens
-from .views import Views
+from .views import Views, is_full
 
 _log = logging.getLogger("rollbook.store")
 
@@ -323,8 +323,8 @@ class Book:
 def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
     """Open the book at a path; with a writer name, to append to it too, creating it where there is none.
 
-    The tables are those of BOOK/views.duckdb if no other process owns them, else a private copy in memory. Raises
-    BookNotFound, BookTooNew, BookBusy (somebody else appends under that name), LogCorrupt.
+    The tables are those of BOOK/views.duckdb if no other process owns them and they can be written, else a private copy
+    in memory. Raises BookNotFound, BookTooNew, BookBusy (somebody else appends under that name), LogCorrupt.
     """
     log = open_log(path, writer)
     try:
@@ -344,6 +344,11 @@ def _open_views(log: Log, path: Path) -> Views:
     except (BookBusy, PermissionError):
         return Views(log)
     except OSError as error:
-        if error.errno != errno.EROFS:
+        if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
             raise
+        return Views(log)
+    except duckdb.Error as error:
+        if not is_full(error):
+            raise
+        _log.warning("%s has no room for the tables; they are computed in memory", path)
         return Views(log)

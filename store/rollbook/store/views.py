@@ -11,6 +11,7 @@ A file has one owner, held by a lock beside it. Readers in the process take `cur
 strangers' queries there are processes (`guest`) that read the same file.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -124,7 +125,7 @@ class Views:
                     path.replace(path.with_name(path.name + ".old"))
                     wrong += f" (what it says is kept in {path.name}.old)"
         except duckdb.Error as error:
-            if not _is_unreadable(error):
+            if is_full(error) or not _is_unreadable(error):
                 raise
             wrong = f"cannot be read ({str(error).splitlines()[0]})"
         if wrong is not None:
@@ -358,6 +359,11 @@ def _open(path: Path) -> duckdb.DuckDBPyConnection:
         )
         _remove(path)
     return duckdb.connect(str(path))
+
+
+def is_full(error: duckdb.Error) -> bool:
+    """Whether it says that a file has no room to grow."""
+    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def _is_unreadable(error: duckdb.Error) -> bool:
