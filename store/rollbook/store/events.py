@@ -13,6 +13,7 @@ reply, and then `messages.request`.
 """
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -61,9 +62,21 @@ SCHEMA = pa.schema(
 )
 
 
+_telling = threading.Lock()
+_told_us = 0
+
+
+def now_us() -> int:
+    """Microseconds since the epoch, more each time: time is the order of facts, and a clock may be set back."""
+    global _told_us
+    with _telling:
+        _told_us = max(time.time_ns() // 1000, _told_us + 1)
+        return _told_us
+
+
 def new_event_id() -> bytes:
     """A UUIDv7 (RFC 9562): 48 bits of Unix milliseconds, then random."""
-    stamp = (time.time_ns() // 1_000_000).to_bytes(6, "big")
+    stamp = (now_us() // 1000).to_bytes(6, "big")
     random = bytearray(os.urandom(10))
     random[0] = 0x70 | (random[0] & 0x0F)
     random[2] = 0x80 | (random[2] & 0x3F)
@@ -73,7 +86,7 @@ def new_event_id() -> bytes:
 def new_event_ids(n: int) -> list[bytes]:
     """As many as `new_event_id` gives one by one, of one millisecond."""
     ids = np.empty((n, 16), np.uint8)
-    ids[:, :6] = np.frombuffer((time.time_ns() // 1_000_000).to_bytes(6, "big"), np.uint8)
+    ids[:, :6] = np.frombuffer((now_us() // 1000).to_bytes(6, "big"), np.uint8)
     ids[:, 6:] = np.frombuffer(os.urandom(10 * n), np.uint8).reshape(n, 10)
     ids[:, 6] = 0x70 | (ids[:, 6] & 0x0F)
     ids[:, 8] = 0x80 | (ids[:, 8] & 0x3F)
@@ -287,7 +300,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     episode_id: str | None = None
     interaction_id: str | None = None
     event_id: bytes = msgspec.field(default_factory=new_event_id)
-    recorded_at: int = msgspec.field(default_factory=lambda: time.time_ns() // 1000)  # us since the epoch
+    recorded_at: int = msgspec.field(default_factory=now_us)
     messages: bytes | None = None  # encoded `Messages`
     prompt_ids: Int32s | None = None
     output_ids: Int32s | None = None
