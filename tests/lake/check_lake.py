@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -154,6 +155,34 @@ def test_a_catalogue_out_of_reach_stops_the_log_with_one_sentence(book: Path) ->
             log.append_blocking(interaction())
         connection.execute(f"alter database {name} with allow_connections true")  # type: ignore[arg-type]
     log.close()
+
+
+def test_a_reader_waits_for_a_catalogue_that_is_away_for_a_moment(
+    book: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events = [interaction() for _ in range(3)]
+    log = LakeLog(book, "first")
+    log.append_blocking(*events)
+    log.close()
+    reader, hasty = LakeLog(book), LakeLog(book, patience_s=0.5)
+    lake = lake_of(book)
+    assert lake is not None
+    name = lake.catalogue.rpartition("dbname=")[2]
+    with psycopg.connect(f"{SERVER} dbname=postgres", autocommit=True) as connection, ThreadPoolExecutor() as threads:
+        connection.execute(f"alter database {name} with allow_connections false")  # type: ignore[arg-type]
+        cut_connections(book)
+        with pytest.raises(StoreError, match=r"catalogue of the lake at .* does not answer"):
+            hasty.gather([("first", 1)])
+        caplog.clear()
+        waiting = [threads.submit(reader.gather, [("first", 1)]), threads.submit(lambda: list(reader.read()))]
+        while "could not be read, trying on" not in caplog.text:
+            assert not any(one.done() for one in waiting)
+            time.sleep(0.01)
+        connection.execute(f"alter database {name} with allow_connections true")  # type: ignore[arg-type]
+        assert waiting[0].result()["event_id"].to_pylist() == [events[1].event_id]
+        assert sum(batch.num_rows for batch in waiting[1].result()) == 3
+    reader.close()
+    hasty.close()
 
 
 def test_merging_files_changes_no_event_and_readers_go_on(book: Path) -> None:

@@ -54,7 +54,8 @@ _READ_ROWS = 4096  # events of a batch that `read` gives
 _CACHED_BYTES = 256 << 20  # of blocks
 _RECENT_IDS = 200_000  # event ids of this writer that are kept in memory
 _POLL_S = (0.02, 0.2)  # followers ask for news between these, less often the longer nothing comes
-_RETRY_S = (0.05, 2.0)  # between attempts to commit
+_RETRY_S = (0.05, 2.0)  # between attempts to commit, or to read
+_SETTLED_S = 3.0  # of a catalogue that answers: DuckDB may still hold connections from before
 _EXTENSIONS = ("postgres_scanner", "ducklake")
 # A silent end is given up after 5 + 3 * 2 s, by either.
 _CLIENT_WATCH = {
@@ -209,7 +210,8 @@ def _extension(name: str) -> str:
 class LakeLog(Appending):
     """See `log.Log`. With a writer name it appends under that name, alone; without one it only reads.
 
-    patience_s: how long an append goes on trying to reach a catalogue that does not answer before the log stops.
+    patience_s: how long an append goes on trying to reach a catalogue that does not answer before the log stops, and a
+        read before it raises StoreError.
 
     Raises BookNotFound, BookTooNew, BookBusy (a live process holds the writer's name), StoreError.
     """
@@ -288,10 +290,9 @@ class LakeLog(Appending):
         # Ids begin with the time: a new one lies above all that are no longer in memory.
         if position is not None or event_id > self._newest:
             return position
-        found = con.execute(
-            "select position from lake.events where writer = ? and event_id = ?", [self._writer, event_id]
-        ).fetchone()
-        return None if found is None else int(found[0])
+        query = "select position from lake.events where writer = ? and event_id = ?"
+        found = self._ask(con, query, [self._writer, event_id])
+        return found[0][0].as_py() if found.num_rows else None
 
     def _stored(self, con: duckdb.DuckDBPyConnection, position: int) -> pa.RecordBatch:
         (batch,) = self._range(con, self._writer or "", position, position + 1)
@@ -391,6 +392,43 @@ class LakeLog(Appending):
             self._con.close()
             self._con = None
 
+    def _ask(self, con: duckdb.DuckDBPyConnection, query: str, params: Sequence[Any] = ()) -> pa.Table:
+        """The answer to a query. Waits for a catalogue that is away for a moment. Raises StoreError."""
+        began = time.monotonic()
+        answered_at: float | None = None  # since when the catalogue answers while the query does not
+        wait_s = _RETRY_S[0]
+        while True:
+            try:
+                return con.sql(query, params=list(params)).to_arrow_table()
+            except duckdb.InterruptException:
+                raise
+            except duckdb.Error as error:
+                now = time.monotonic()
+                if not self._is_there():
+                    answered_at = None
+                elif answered_at is None:
+                    answered_at = now
+                elif now - answered_at > _SETTLED_S:
+                    raise
+                if answered_at is None and now - began > self._patience_s:
+                    raise StoreError(
+                        f"the catalogue of the lake at {self._lake.shown!r} does not answer: {_first_line(error)}; see "
+                        "to it and open the book again"
+                    ) from error
+                if wait_s == _RETRY_S[0]:
+                    _log.warning("the lake could not be read, trying on: %s", _first_line(error))
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 2, _RETRY_S[1])
+
+    def _is_there(self) -> bool:
+        """Whether the catalogue answers."""
+        psycopg = _psycopg()
+        try:
+            psycopg.connect(_watched(self._lake.catalogue)).close()
+        except psycopg.Error:
+            return False
+        return True
+
     def read(self, cursor: Cursor = START) -> Iterator[pa.RecordBatch]:
         with self._cursor() as con:
             for writer, end in sorted(self._ends(con).items()):
@@ -399,9 +437,7 @@ class LakeLog(Appending):
 
     def _ends(self, con: duckdb.DuckDBPyConnection) -> dict[str, int]:
         """Where each writer ends now. Only the files that were added since the last look are looked at."""
-        found = con.execute("select id from ducklake_current_snapshot('lake')").fetchone()
-        assert found is not None
-        snapshot = int(found[0])
+        snapshot: int = self._ask(con, "select id from ducklake_current_snapshot('lake')")[0][0].as_py()
         with self._reading:
             seen, ends = self._known
         if snapshot == seen:
@@ -409,10 +445,11 @@ class LakeLog(Appending):
         query = "select writer, max(position) + 1 from {} group by writer"
         since = f"ducklake_table_insertions('lake', 'main', 'events', {seen + 1}, {snapshot})"
         try:
-            new = con.execute(query.format(since if seen >= 0 else "lake.events")).fetchall()
+            new = con.sql(query.format(since if seen >= 0 else "lake.events")).to_arrow_table()
         except duckdb.Error:  # that snapshot has expired
-            new = con.execute(query.format("lake.events")).fetchall()
-        ends = {**ends, **{writer: max(end, ends.get(writer, 0)) for writer, end in new}}
+            new = self._ask(con, query.format("lake.events"))
+        found = zip(*(column.to_pylist() for column in new.columns), strict=True)
+        ends = {**ends, **{writer: max(end, ends.get(writer, 0)) for writer, end in found}}
         with self._reading:
             if snapshot > self._known[0]:
                 self._known = snapshot, ends
@@ -423,11 +460,12 @@ class LakeLog(Appending):
     ) -> list[pa.RecordBatch]:
         names = SCHEMA.names if columns is None else [n for n in SCHEMA.names if n in {*columns, "writer", "position"}]
         schema = pa.schema([SCHEMA.field(n) for n in names])
-        table = con.sql(
+        table = self._ask(
+            con,
             f"select {', '.join(names)} from lake.events "
             "where writer = ? and position >= ? and position < ? order by position",
-            params=[writer, first, end],
-        ).to_arrow_table()
+            [writer, first, end],
+        )
         if table.num_rows != end - first:
             raise LogCorrupt(
                 f"the lake has {table.num_rows} events of writer {writer!r} at positions {first} to {end - 1}, not "
@@ -468,11 +506,8 @@ class LakeLog(Appending):
 
     def _read_block(self, writer: str, first: int, position: int) -> pa.RecordBatch:
         with self._cursor() as con:
-            found = con.execute(
-                "select max(position) + 1 from lake.events where writer = ? and position >= ? and position < ?",
-                [writer, first, first + _BLOCK],
-            ).fetchone()
-            end = found[0] if found is not None else None
+            query = "select max(position) + 1 from lake.events where writer = ? and position >= ? and position < ?"
+            end = self._ask(con, query, [writer, first, first + _BLOCK])[0][0].as_py()
             if position < 0 or end is None or position >= end:
                 raise KeyError(f"no event at position {position} of writer {writer!r}")
             (batch,) = self._range(con, writer, first, end)
