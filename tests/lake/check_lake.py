@@ -157,9 +157,7 @@ def test_a_catalogue_out_of_reach_stops_the_log_with_one_sentence(book: Path) ->
     log.close()
 
 
-def test_a_reader_waits_for_a_catalogue_that_is_away_for_a_moment(
-    book: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reader_waits_for_a_catalogue_that_is_away_for_a_moment(book: Path, caplog: pytest.LogCaptureFixture) -> None:
     events = [interaction() for _ in range(3)]
     log = LakeLog(book, "first")
     log.append_blocking(*events)
