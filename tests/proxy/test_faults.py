@@ -16,7 +16,7 @@ import pytest
 from proxy_serving import said, serving
 from rollbook.proxy.config import ServeConfig
 from rollbook.proxy.engine import Generation, Sampled
-from rollbook.proxy.errors import EngineFailed
+from rollbook.proxy.errors import EngineFailed, EngineUnavailable
 from rollbook.proxy.scripted import ScriptedEngine
 from rollbook.store import LogWriteFailed, MemoryLog
 
@@ -268,6 +268,60 @@ class BrokenEngine(ScriptedEngine):
     async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
         raise EngineFailed("the engine broke")
         yield
+
+
+class AwayEngine(ScriptedEngine):
+    """Is not there for the first request."""
+
+    was_asked = False
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Sampled]:
+        if not self.was_asked:
+            self.was_asked = True
+            raise EngineUnavailable("the engine restarts", retry_after_s=0.01)
+        async for some in super().generate(generation):
+            yield some
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "completions", "messages"])
+async def test_sdks_ask_again_for_a_stream_whose_engine_was_away(api):
+    async with serving(lambda _: said("back")) as served:
+        key = (await served.client.start_session("t")).api_key
+        async with AwayEngine(lambda _: said("back")) as away:
+            served.service.capture._engine = away
+            async with (
+                openai.AsyncOpenAI(base_url=served.url + "/v1", api_key=key) as client,
+                anthropic.AsyncAnthropic(base_url=served.url, api_key=key) as other,
+            ):
+                asked = {"model": "m", "stream": True}
+                if api == "chat":
+                    stream = await client.chat.completions.create(messages=HELLO, **asked)
+                elif api == "responses":
+                    stream = await client.responses.create(input="hi", **asked)
+                elif api == "completions":
+                    stream = await client.completions.create(prompt="hi", **asked)
+                else:
+                    stream = await other.messages.create(messages=HELLO, max_tokens=99, **asked)
+                assert [chunk async for chunk in stream]
+        assert len(served.events("InteractionFailed")) == len(served.events("InteractionRecorded")) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_says_which_interaction_each_choice_is(path):
+    async with serving(numbered()) as served:
+        key = (await served.client.start_session("t")).api_key
+        asked = {"messages": HELLO} if "chat" in path else {"prompt": "hi"}
+        reply = await post(served, key, {**asked, "n": 3, "stream": True}, path=path)
+        chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        texts, ids = ["", "", ""], ["", "", ""]
+        for choice in choices:
+            texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            ids[choice["index"]] += choice.get("interaction_id", "")
+        assert ids[0] == chunks[0]["id"]
+        told = {e.interaction_id: served.service.capture.decode(e.output_ids) for e in served.events("InteractionRecorded")}
+        assert len(told) == 3
+        assert all(text in told[name] for name, text in zip(ids, texts, strict=True))
 
 
 class BreakingEngine(ScriptedEngine):

@@ -39,7 +39,7 @@ class Call:
         self.pieces: list[tuple[int, Piece]] = []
         self.n_sent = 0  # pieces that a client has been sent
         self.holds = [Hold() for _ in range(request.n)] if request.is_stream else []
-        self.first: Piece | None = None  # has the interaction_id and prompt_tokens
+        self.first: Piece | None = None  # of the first choice: has the interaction_id and prompt_tokens
         self.replies: list[Reply | None] = [None] * request.n
         self.error: ProxyError | None = None
         self.is_done = False
@@ -327,10 +327,9 @@ class Calls:
                     if item.finish_reason == "abort":
                         raise EngineUnavailable("the engine stopped before the answer was whole", retry_after_s=1)
                     call.replies[choice] = item
-                elif call.first is None:
-                    call.first = item
-                    if keeps:
-                        call.wake()
+                elif item.interaction_id is not None:
+                    if choice == 0:
+                        call.first = item
                 elif keeps:
                     call.pieces.append((choice, item))
                     call.wake()

@@ -321,12 +321,13 @@ async def _serve_call(
 
 async def _stream_call(client: Client, dialect: Dialect, scope: Scope, send: Send, config: ServeConfig) -> None:
     call, connection = client.call, connection_of(scope)
-    while call.first is None and not call.is_done and not client.has_left:
+    while not (call.first and call.pieces) and not call.is_done and not client.has_left:
         await client.wait()
     if client.has_left:
         return
-    if call.first is None:
-        raise call.error or EngineFailed("the call ended without an answer")
+    call.gather()
+    if call.first is None or not (call.pieces or call.error is None):
+        raise call.error or EngineFailed("the call ended without an answer")  # nothing is said yet: it has a status
     stream = dialect.stream(call.request)
     await send({"type": "http.response.start", "status": 200, "headers": SSE})
     sent, out = 0, stream.begin(call.first)

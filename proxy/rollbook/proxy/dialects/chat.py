@@ -201,13 +201,13 @@ class ChatStream:
         self._head = b""
         self._tail = b'],"usage":null}\n\n' if request.extra.get("include_usage") else b"]}\n\n"
 
-    def _chunk(self, choice: int, delta: bytes, logprobs: bytes = b"null", finish: bytes = b"null") -> bytes:
+    def _chunk(self, choice: int, delta: bytes, logprobs: bytes = b"null", end: bytes = b"null") -> bytes:
         return b'%b{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}%b' % (
             self._head,
             choice,
             delta,
             logprobs,
-            finish,
+            end,
             self._tail,
         )
 
@@ -246,7 +246,12 @@ class ChatStream:
         return self._chunk(choice, delta, logprobs)
 
     def end(self, replies: list[Reply]) -> bytes:
-        parts = [self._chunk(i, b"{}", finish=_encode(finish_reason(reply))) for i, reply in enumerate(replies)]
+        parts = []
+        for i, reply in enumerate(replies):
+            end = _encode(finish_reason(reply))
+            if len(replies) > 1:
+                end += b',"interaction_id":%b' % _encode(reply.interaction_id)
+            parts.append(self._chunk(i, b"{}", end=end))
         if self._request.extra.get("include_usage"):
             parts.append(b'%b],"usage":%b}\n\n' % (self._head, _encode(usage(replies))))
         parts.append(b"data: [DONE]\n\n")

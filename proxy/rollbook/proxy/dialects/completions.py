@@ -89,7 +89,7 @@ class Completions(OpenAIDialect):
                 "index": i,
                 "text": reply.content or "",
                 "logprobs": self.logprobs(reply.output_ids, reply.logprobs) if request.wants_logprobs else None,
-                "finish_reason": reply.finish_reason,
+                **_end(replies, reply),
             }
             if request.extra.get("return_token_ids"):
                 choice |= {"token_ids": reply.output_ids, "prompt_token_ids": reply.prompt_ids}
@@ -115,6 +115,12 @@ class Completions(OpenAIDialect):
 
     def stream(self, request: Request) -> "CompletionsStream":
         return CompletionsStream(self, request)
+
+
+def _end(replies: list[Reply], reply: Reply) -> dict[str, Any]:
+    """How a choice ended, and where there are several, the interaction that it is."""
+    end: dict[str, Any] = {"finish_reason": reply.finish_reason}
+    return end if len(replies) == 1 else {**end, "interaction_id": reply.interaction_id}
 
 
 class CompletionsStream:
@@ -147,7 +153,7 @@ class CompletionsStream:
 
     def end(self, replies: list[Reply]) -> bytes:
         out = b"".join(
-            self._chunk([{"index": i, "text": "", "logprobs": None, "finish_reason": reply.finish_reason}])
+            self._chunk([{"index": i, "text": "", "logprobs": None, **_end(replies, reply)}])
             for i, reply in enumerate(replies)
         )
         if self._request.extra.get("include_usage"):
