@@ -319,7 +319,9 @@ async def test_a_stream_says_which_interaction_each_choice_is(path):
             texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
             ids[choice["index"]] += choice.get("interaction_id", "")
         assert ids[0] == chunks[0]["id"]
-        told = {e.interaction_id: served.service.capture.decode(e.output_ids) for e in served.events("InteractionRecorded")}
+        told = {
+            e.interaction_id: served.service.capture.decode(e.output_ids) for e in served.events("InteractionRecorded")
+        }
         assert len(told) == 3
         assert all(text in told[name] for name, text in zip(ids, texts, strict=True))
 
