@@ -4,18 +4,47 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from app.launcher_contract import PROGRAM, LauncherContract, command_lines, is_alive, until
+import pytest
+
+from app.launcher_contract import PROGRAM, LauncherContract, command, command_lines, is_alive, pids, until
 from rollbook.app.keeper import read, write
-from rollbook.app.launch import Supervisor
+from rollbook.app.launch import Job, LaunchFailed, Supervisor, Ticket
 from rollbook.app.launch_local import LocalLauncher
 
 
 class TestLocal(LauncherContract):
     def make(self, *, max_restarts: int = 2) -> Supervisor:
         return LocalLauncher(max_restarts=max_restarts)
+
+
+class Refusing(LocalLauncher):
+    """A scheduler that refuses the next `n` submissions."""
+
+    n = 0
+
+    def submit(self, jobs: Sequence[Job]) -> Sequence[Ticket]:
+        if self.n:
+            self.n -= 1
+            raise LaunchFailed("the scheduler is away")
+        return super().submit(jobs)
+
+
+def test_a_scheduler_that_is_away_at_a_restart_is_asked_again(tmp_path: Path) -> None:
+    with Refusing(max_restarts=3) as launcher:
+        [program] = launcher.start(command("serves"), log_path=tmp_path / "log")
+        launcher.n = 1
+        os.kill(pids(program)[0], signal.SIGKILL)
+        until(lambda: program.n_starts == 3 and program.is_up)
+        program.check()
+        launcher.n = 1
+        os.kill(pids(program)[0], signal.SIGKILL)
+        assert program.wait(60)
+        with pytest.raises(LaunchFailed, match="the scheduler is away, and is not started again after 3 restarts"):
+            program.check()
 
 
 def test_a_file_that_several_replace_at_once_is_always_whole(tmp_path: Path) -> None:

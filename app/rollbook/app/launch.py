@@ -303,13 +303,18 @@ class Supervised:
                 raise LaunchFailed(why)
             if time.monotonic() - began > _PROVEN_S:
                 restarts_left, delay_s = self._launcher.max_restarts, 0.5
-            if not restarts_left:
+            while restarts_left:
+                restarts_left -= 1
+                if self._stopping.wait(delay_s):
+                    return
+                delay_s = min(2 * delay_s, 30.0)
+                try:
+                    [self._ticket] = self._launcher.submit([self.next_job()])
+                    break
+                except (LaunchFailed, OSError) as error:  # scheduler or shared folder may be away for a moment
+                    why = str(error)
+            else:
                 raise LaunchFailed(f"{why}, and is not started again after {self._launcher.max_restarts} restarts")
-            restarts_left -= 1
-            if self._stopping.wait(delay_s):
-                return
-            delay_s = min(2 * delay_s, 30.0)
-            [self._ticket] = self._launcher.submit([self.next_job()])
 
     def _one_life(self) -> str | None:
         """From submission to end. Returns why it ended; None if that is as it should be."""
