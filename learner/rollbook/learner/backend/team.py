@@ -109,7 +109,7 @@ class Team:
             gone = next((child for child in self._children if not child.is_alive()), None)
             if gone is None or self._is_closed:
                 continue
-            for _ in range(100):
+            for _ in range(600):  # a busy machine takes its time to notice, and to say it better
                 time.sleep(0.1)
                 if self._is_closed:
                     return
