@@ -44,7 +44,7 @@ from rollbook.learner import learn as learning
 from rollbook.learner.algorithms import find_algorithm
 from rollbook.learner.backend import head, segments
 from rollbook.learner.backend.attention import NAME
-from rollbook.learner.backend.model import recompute_activations
+from rollbook.learner.backend.loading import recompute_activations
 from rollbook.learner.backend.single import SingleBackend
 from rollbook.learner.config import ActorConfig, MicroBatchSpec, OptimizerConfig
 from rollbook.learner.rows import Rows

@@ -37,6 +37,10 @@ def test_a_circle_of_references_is_refused(tmp_path: Path) -> None:
     ("text", "overrides", "says"),
     [
         ("actr: {}\n", [], "unknown config key 'actr'; did you mean 'actor'?"),
+        ("", ["rollout.max_head_offpolicyness=-1"], "rollout.max_head_offpolicyness: expected `int` >= 0"),
+        ("", ["rollout.agent.session_timeout_seconds=0"], "session_timeout_seconds: expected `float` > 0"),
+        ("", ["rollout.agent.max_attempts=0"], "rollout.agent.max_attempts: expected `int` >= 1"),
+        ("", ["rollout.agent.subproc_max_workers=0"], "subproc_max_workers: expected `int` >= 1"),
         ("actor:\n  optimizer:\n    lrr: 1\n", [], "unknown config key 'actor.optimizer.lrr'; did you mean 'lr'?"),
         ("{}\n", ["gconfig.n_sample=4"], "unknown config key 'gconfig.n_sample'; did you mean 'n_samples'?"),
         ("seed: many\n", [], "seed: expected `int`, got `str`"),

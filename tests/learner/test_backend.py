@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.tiny import make_rows, random_rows, tiny_folder
 from rollbook.learner.algorithms import find_algorithm
-from rollbook.learner.backend.model import load_model
+from rollbook.learner.backend.loading import load_model
 from rollbook.learner.backend.single import SingleBackend, learning_rate
 from rollbook.learner.config import ActorConfig, LoraConfig, MicroBatchSpec, OptimizerConfig
 from rollbook.learner.errors import BadSetting, PoliciesDisagree

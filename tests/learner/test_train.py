@@ -19,7 +19,7 @@ from learner.echo import EchoRollouts, echo_config, echo_tasks, right_digit
 from learner.tiny import tiny_folder, tiny_model
 from rollbook.learner import PPOTrainer, TrainConfig, batches
 from rollbook.learner.batches import drawn, rows_of, was_held
-from rollbook.learner.config import CriticConfig, LoraConfig, ModelConfig
+from rollbook.learner.config import CriticConfig, LoraConfig, ModelConfig, RejectionConfig
 from rollbook.learner.errors import BadCheckpoint, BadSetting, NothingToTrain, PoliciesDisagree
 from rollbook.learner.metrics import Report, check_writers
 from rollbook.learner.rows import Draw
@@ -546,6 +546,16 @@ def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, mo
         ("actor__optimizer__lr", -1.0, "actor.optimizer.lr: expected `float` >= 0.0, got -1.0"),
         ("actor__temperature", float("nan"), "actor.temperature: expected `float` > 0.0, got nan"),
         ("actor__ppo_n_minibatches", 0, "actor.ppo_n_minibatches: expected `int` >= 1, got 0"),
+        ("actor__optimizer__lr", float("inf"), "actor.optimizer.lr is inf; give it a finite number"),
+        ("actor__entropy_coef", float("nan"), "actor.entropy_coef is nan; give it a finite number"),
+        ("actor__c_clip", 0.5, "actor.c_clip: expected `float` >= 1.0, got 0.5"),
+        (
+            "actor__rejection_sampling",
+            RejectionConfig(metric="kl_k1"),
+            "action clamp caps a ratio, and metric is kl_k1",
+        ),
+        ("actor__rejection_sampling", RejectionConfig(upper=0.5, lower=2.0), "lower is 2.0 and upper 0.5: no token"),
+        ("seed", -5, "seed: expected `int` >= 0, got -5"),
         ("train_dataset__batch_size", 0, "train_dataset.batch_size: expected `int` >= 1, got 0"),
         ("total_train_steps", -1, "total_train_steps: expected `int` >= 1, got -1"),
         ("trial_name", "../../away", "trial_name is '../../away'; it names a folder"),

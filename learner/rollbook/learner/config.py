@@ -5,7 +5,9 @@ always wins over the recipe. The app composes the whole config of a run by subcl
 settings of the other rooms (`gconfig`, `rollout`); unknown keys are refused when the file is read.
 """
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +20,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**62)]
 Level = Literal["batch", "group"]
 
 
@@ -84,8 +87,8 @@ class ModelConfig(Settings):
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = (
         "bfloat16"  # of the computation; master weights stay float32
     )
-    attn_impl: Literal["auto", "sdpa", "eager"] = (
-        "auto"  # attention kernel; auto: FlexAttention on a GPU, SDPA on a CPU
+    attn_impl: Literal["auto", "sdpa", "eager", "plain"] = (
+        "auto"  # attention kernel; auto: the fastest that agrees with the model; plain: no tries, the model's own
     )
     init_from_scratch: bool = False  # random weights from the folder's config
     gradient_checkpointing: bool = False  # compute activations again instead of keeping them
@@ -133,7 +136,9 @@ class ActorConfig(ModelConfig):
     # objective
     eps_clip: NotNegative = 0.2  # the ratio's lower clip 1-eps (and the upper, without the next)
     eps_clip_higher: NotNegative | None = None  # the ratio's upper clip 1+eps; null: the recipe's
-    c_clip: float | None = None  # dual clip: the loss of a negative advantage is at most c*|A|; null: off
+    c_clip: Annotated[float, Meta(ge=1)] | None = (
+        None  # dual clip: the loss of a negative advantage is at most c*|A|; null: off
+    )
     importance_sampling_level: Literal["token", "sequence"] | None = None  # null: the recipe's (GSPO: sequence)
     loss_agg: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None  # null: the recipe's
     fixed_length: Count | None = None  # the divisor per sequence of `fixed_length`; null: max_new_tokens
@@ -284,7 +289,7 @@ class TrainConfig(Settings):
 
     experiment_name: str = "experiment"  # with trial_name: the folder of the run
     trial_name: str = "trial"  # the run_id is experiment_name/trial_name
-    seed: int = 1  # of task order, samplers and weights
+    seed: Seed = 1  # of task order, samplers and weights
     algorithm: str = "grpo"  # a file of rollbook.learner.algorithms, or module.Name of yours
     total_train_epochs: Count = 1  # passes over the training set
     total_train_steps: Count | None = None  # stop here, if that is earlier
@@ -334,6 +339,13 @@ class TrainConfig(Settings):
         return self.rollout.consumer_batch_size or self.train_dataset.batch_size
 
 
+BOUNDS = frozenset({
+    "actor.reward_clip", "actor.logprob_gap_warn", "actor.logprob_gap_stop", "actor.rejection_sampling.upper",
+    "actor.optimizer.gradient_clipping", "critic.optimizer.gradient_clipping",
+})  # fmt: skip
+"""Where infinity says that there is none."""
+
+
 def check(config: TrainConfig) -> None:
     """Raise BadSetting, naming it, for a value of the wrong type or range: a file's are looked at when it is read, a
     script's only here.
@@ -351,9 +363,30 @@ def check(config: TrainConfig) -> None:
         raise BadSetting(
             f"the config holds what is no setting: {error}; settings are numbers, texts and lists"
         ) from error
+    for path, number in _numbers(plain, ""):
+        if math.isnan(number) or (math.isinf(number) and path not in BOUNDS):
+            raise BadSetting(f"{path} is {number}; give it a finite number")
+    rejection = config.actor.rejection_sampling
+    if rejection is not None and rejection.action == "clamp" and rejection.metric != "ratio":
+        raise BadSetting(
+            f"actor.rejection_sampling: action clamp caps a ratio, and metric is {rejection.metric}; set action=mask"
+        )
+    if rejection is not None and None not in (rejection.lower, rejection.upper) and rejection.lower > rejection.upper:
+        raise BadSetting(
+            f"actor.rejection_sampling.lower is {rejection.lower} and upper {rejection.upper}: no token lies between"
+        )
     for name in ("experiment_name", "trial_name"):
         said: str = getattr(config, name)
         if not said.strip("/ ") or ".." in said.split("/"):
             raise BadSetting(f"{name} is {said!r}; it names a folder below cluster.fileroot, so give it a plain name")
     if config.groups_per_step < 1:
         raise BadSetting(f"rollout.consumer_batch_size is {config.groups_per_step}; a step takes one group or more")
+
+
+def _numbers(plain: Any, path: str) -> Iterator[tuple[str, float]]:
+    """The settings that are floats, by path."""
+    if isinstance(plain, float):
+        yield path, plain
+    elif isinstance(plain, dict):
+        for name, value in plain.items():
+            yield from _numbers(value, f"{path}.{name}" if path else name)

@@ -26,6 +26,10 @@ LEAST_HEAD = 16
 _compiled: Any = None
 
 
+class NeedsItsOwn(Exception):
+    """Scores that are capped, or sinks beside the keys: nothing that is fast here computes them."""
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -34,9 +38,13 @@ def attend(
     attention_mask: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers asks of an attention function: [B, L, H, D] and no weights."""
+    if softcap is not None or s_aux is not None:
+        raise NeedsItsOwn
     is_grouped = query.shape[1] != key.shape[1]
     if isinstance(attention_mask, segments.Segments):
         out = segments.attend(query, key, value, attention_mask.plan, scaling)

@@ -4,16 +4,12 @@ Shapes: [B, L] packed nodes, P predictors, E entries, H hidden size.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
 
-from rollbook.learner.config import ModelConfig
 from rollbook.learner.errors import BadSetting
 from rollbook.learner.rows import Ints
 from rollbook.learner.trie import Trie, in_one, pack
@@ -21,74 +17,6 @@ from rollbook.learner.trie import Trie, in_one, pack
 from . import attention, segments
 from .head import Distribution, logprobs_and_entropies
 from .moving import put
-
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BadSetting(f"device is {name!r}; expected auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadSetting(f"device is {name!r} and there are {torch.cuda.device_count()} GPUs; set it to auto or cpu")
-    return device
-
-
-def load_model(config: ModelConfig, *, device: torch.device, seed: int = 0) -> nn.Module:
-    """A causal LM in float32 (float64 if asked), ready to be trained. Raises BadSetting naming a missing path."""
-    if not config.path:
-        raise BadSetting("a model's path (actor, ref or critic) is empty; set it to the folder of a transformers model")
-    if config.path.startswith((".", "/")) and not (Path(config.path) / "config.json").exists():
-        raise BadSetting(f"{config.path!r} has no config.json; give the folder of a transformers model")
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    name = {"auto": attention.NAME, "flex": attention.NAME}.get(config.attn_impl, config.attn_impl)
-    logging.disable_progress_bar()  # ours has the terminal
-    torch.manual_seed(seed)
-    auto: Any = AutoModelForCausalLM
-    model: Any
-    try:
-        if config.init_from_scratch:
-            model = auto.from_config(AutoConfig.from_pretrained(config.path), dtype=dtype, attn_implementation=name)
-        else:
-            model = auto.from_pretrained(config.path, dtype=dtype, attn_implementation=name)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: config.json and weights differ in shape
-        raise BadSetting(f"could not load a model from {config.path}: {error}") from error
-    model.config.use_cache = False
-    if config.disable_dropout:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        if hasattr(model.config, "attention_dropout"):
-            model.config.attention_dropout = 0.0
-            for module in model.modules():
-                if hasattr(module, "attention_dropout"):
-                    module.attention_dropout = 0.0
-    if config.gradient_checkpointing:
-        recompute_activations(model)
-    moved: nn.Module = model.to(device)
-    if config.compile:
-        if name != attention.NAME:  # attention inside the graph: see attention._dense
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        for layer in moved.get_decoder().layers:  # type: ignore[operator]
-            layer.compile()
-    return moved
-
-
-def recompute_activations(model: Any) -> None:
-    """Gradient checkpointing of every decoder layer. transformers renamed it in 5.2x and warns about the old name."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def model_distribution(model: nn.Module, *, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Distribution:
@@ -109,12 +37,17 @@ def model_distribution(model: nn.Module, *, temperature: float, top_p: float = 1
 class TreeModel(nn.Module):
     """A causal LM whose forward takes a trie. With `has_values` it has a value head instead of logits."""
 
-    def __init__(self, model: nn.Module, distribution: Distribution, *, has_values: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, distribution: Distribution, *, has_values: bool = False, takes_tries: bool = True
+    ) -> None:
+        """takes_tries: whether the model does what a mask of a tree says; else it gets one path at a time."""
         super().__init__()
         self.model = model
         self.distribution = distribution
+        self.takes_tries = takes_tries
         text: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.compute_dtype: torch.dtype | None = None  # where it is not that of the parameters (shards)
+        self.in_blocks = True  # trees by FlexAttention on a GPU, where they are not in segments
         self.in_segments: bool | None = None  # trees in dense pieces; None: on a GPU, where they are few
         self.vocabulary, self.hidden = int(text.vocab_size), int(text.hidden_size)
         self.value_head: nn.Linear | None = None
@@ -166,9 +99,11 @@ class TreeModel(nn.Module):
 
     def _hidden(self, trie: Trie, device: torch.device) -> Tensor:
         """Final hidden states of the predictors, [P, H]."""
+        if not self.takes_tries:
+            return self._hidden_of_paths(trie, device)
         config: Any = self.model.config
         is_tree = config._attn_implementation == attention.NAME
-        is_blocked = is_tree and device.type == "cuda" and self._head_dim >= attention.LEAST_HEAD
+        is_blocked = self.in_blocks and is_tree and device.type == "cuda" and self._head_dim >= attention.LEAST_HEAD
         mask: Any = None
         layout = None if trie.is_forked else pack(trie)
         if is_tree and (layout is None or not layout.is_causal):
@@ -188,7 +123,7 @@ class TreeModel(nn.Module):
             mask = attention.block_mask(end_BL) if is_blocked else attention.dense_mask(end_BL)
             if config._attn_implementation == "eager":  # adds its mask to the scores
                 mask = torch.zeros_like(mask, dtype=next(self.parameters()).dtype).masked_fill(~mask, -torch.inf)
-        _refuse_window(config, int(trie.depth_T.max()) + 1)
+        _refuse_window(config.get_text_config(), int(trie.depth_T.max()) + 1)
         body: Any = self.model.get_decoder()  # type: ignore[operator]
         output = body(
             input_ids=put(layout.ids_BL, device, torch.int64),
@@ -198,6 +133,31 @@ class TreeModel(nn.Module):
         )
         hidden_NH: Tensor = output.last_hidden_state.flatten(0, 1)
         return hidden_NH[put(layout.place_P, device)]
+
+    def _hidden_of_paths(self, trie: Trie, device: torch.device) -> Tensor:
+        """The same where each path is a sequence of its own and the model gets its ids and nothing else.
+
+        What stands behind a path to fill a batch is seen by no token of it.
+        """
+        body: Any = self.model.get_decoder()  # type: ignore[operator]
+        roots = np.flatnonzero(trie.depth_T == 0)
+        sizes = np.diff(np.append(roots, trie.n_nodes))
+        found: list[Tensor] = []
+        place_T, n_placed = np.empty(trie.n_nodes, np.int64), 0
+        waiting = np.argsort(-sizes, kind="stable")
+        while len(waiting):
+            length = int(sizes[waiting[0]])
+            alike = sizes[waiting] * 8 >= length * 7
+            ids_BL = np.zeros((int(alike.sum()), length), np.int64)
+            for b, tree in enumerate(waiting[alike]):
+                mine = slice(roots[tree], roots[tree] + sizes[tree])
+                ids_BL[b, : sizes[tree]] = trie.ids_T[mine]
+                place_T[mine] = n_placed + b * length + np.arange(sizes[tree])
+            output = body(input_ids=put(ids_BL, device, torch.int64), use_cache=False)
+            found.append(output.last_hidden_state.flatten(0, 1))
+            n_placed += ids_BL.size
+            waiting = waiting[~alike]
+        return torch.cat(found)[put(place_T[trie.node_P], device)]
 
     def _segments(self, trie: Trie, device: torch.device) -> segments.Segments | None:
         """The trie as one sequence in dense pieces, if that is how it is computed."""
@@ -210,7 +170,7 @@ class TreeModel(nn.Module):
 
     def _has_fast_kernel(self, device: torch.device) -> bool:
         text: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        if getattr(text, "v_head_dim", None) is not None:  # values of another size than keys
+        if not self._head_dim or getattr(text, "v_head_dim", None) is not None:  # values of another size than keys
             return False
         heads = int(text.num_attention_heads)
         key_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -219,8 +179,13 @@ class TreeModel(nn.Module):
 
     @property
     def _head_dim(self) -> int:
+        """D; 0 where it is not the same in all layers."""
         text: Any = self.model.config.get_text_config()  # type: ignore[operator, union-attr]
-        return int(getattr(text, "head_dim", None) or self.hidden // text.num_attention_heads)
+        try:
+            found = getattr(text, "head_dim", None)
+        except RuntimeError:  # transformers' way to say so
+            return 0
+        return int(found or self.hidden // text.num_attention_heads)
 
 
 def _round_up(n: int, to: int) -> int:
@@ -232,5 +197,5 @@ def _refuse_window(config: Any, longest: int) -> None:
     if window is not None and getattr(config, "use_sliding_window", True) and longest > window:
         raise BadSetting(
             f"a path of {longest} tokens is longer than the model's sliding window of {window}, which trie batches do "
-            "not mask; select shorter trajectories or use a model with full attention"
+            "not mask; set actor.attn_impl=plain (ref and critic alike), with which the model masks by itself"
         )

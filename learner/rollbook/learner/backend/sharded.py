@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rollbook.learner.errors import BadCheckpoint
+from rollbook.learner.errors import BadCheckpoint, BadSetting
 from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie, cost
 
@@ -173,6 +173,11 @@ class Shard(SingleBackend):
         return dist.get_rank()
 
     def _split_precision(self, *, is_trained: bool) -> None:
+        if not self.model.takes_tries:  # it gets as many passes as lengths of paths, and ranks must make as many
+            raise BadSetting(
+                f"{self.config.path} can only be computed path by path, which ranks do not share yet; set "
+                "actor.backend=single"
+            )
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         for parameter in self.model.parameters():
             parameter.requires_grad_(parameter.requires_grad and is_trained)

@@ -8,6 +8,7 @@ learner run the same bits.
 import hashlib
 import json
 import math
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from rollbook.learner.rows import Floats, Ints
 from rollbook.learner.trie import Trie
 
 from . import Pass
-from .model import DTYPES, TreeModel, load_model, model_distribution, pick_device
+from .loading import DTYPES, load_model, pick_device
+from .model import TreeModel, model_distribution
 
 if TYPE_CHECKING:
     from . import Objective
@@ -79,8 +81,9 @@ class SingleBackend:
         self.total_steps = total_steps
         self.steps = 0
         self._seed = seed
+        takes_tries = True
         if model is None:
-            model = load_model(config, device=self._cradle, seed=seed)
+            model, takes_tries = load_model(config, device=self._cradle, seed=seed)
         elif not isinstance(model, nn.Module):
             model = model()
         model = model.to(self._cradle)
@@ -91,11 +94,13 @@ class SingleBackend:
             torch.manual_seed(seed)
             add_adapters(model, config.lora)
         distribution = model_distribution(model, temperature=temperature, top_p=top_p, top_k=top_k)
-        self.model = TreeModel(model, distribution, has_values=has_values)
+        self.model = TreeModel(model, distribution, has_values=has_values, takes_tries=takes_tries)
         self.vocabulary, self.hidden, self.ranks = self.model.vocabulary, self.model.hidden, 1
         self.n_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.peak_flops = peak_flops(self.device, self.dtype)
         self.least_shared = 64 if self.device.type == "cuda" else 1
+        if not takes_tries:
+            self.least_shared = sys.maxsize  # no fork saves that much
         self.masters: dict[str, Tensor] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self._split_precision(is_trained=optimizer is not None)
