@@ -1,5 +1,6 @@
 """kill -9 anywhere, the same command again: the curve of an uninterrupted run, no sample trained twice or skipped."""
 
+import json
 import multiprocessing
 import shutil
 import signal
@@ -8,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from learner import killed
 from learner.echo import EchoRollouts, echo_config, echo_tasks
 from learner.tiny import tiny_folder
-from rollbook.learner import PPOTrainer
+from rollbook.learner import PPOTrainer, batches
 from rollbook.learner.backend.single import SingleBackend
 from rollbook.learner.checkpoint import Meta, newest_checkpoint, read_checkpoint, write_checkpoint
 from rollbook.learner.config import ModelConfig, OptimizerConfig
 from rollbook.learner.errors import BadCheckpoint
 from rollbook.learner.folders import appears_whole, keep_newest
+from rollbook.store import Event, RewardGiven
 from rollbook.store.book import open_book
 
 # A server that has imported everything once forks a process per run.
@@ -222,3 +225,38 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "step-10"
     keep_newest(tmp_path, "step-[0-9]*", keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-10", "step-2"]
+
+
+def test_a_batch_that_is_trained_again_has_the_rewards_that_it_was_taken_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_folder(tmp_path / "m")
+    source = echo_config(tmp_path, model, gconfig__n_samples=4)
+    with PPOTrainer(source, echo_tasks(10), rollouts=EchoRollouts(lambda task, output: float(output))) as trainer:
+        trainer.train(workflow="agent")
+    with open_book(source.book_path, writer="judge") as book:
+        judged = book.sql("select run_id, episode_id from episodes").to_pylist()
+        values = np.random.default_rng(0).normal(size=len(judged)).tolist()
+        book.log.append_blocking(
+            *(Event(**row, fact=RewardGiven(value=value, name="v2")) for row, value in zip(judged, values, strict=True))
+        )
+
+    def metrics(trial: str) -> dict[str, Any]:
+        config = echo_config(
+            tmp_path, model, trial_name=trial, book=source.book_path, algorithm="dpo", credit__reward="v2",
+            scheduler__type="none",
+        )  # fmt: skip
+        with suppress(Killed), PPOTrainer(config) as trainer:
+            trainer.train()
+        found: dict[str, Any] = json.loads((Path(config.run_path) / "metrics.jsonl").read_text() or "{}")
+        return {name: value for name, value in found.items() if not name.endswith(("_s", "at"))}
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        take(*args, **kwargs)
+        raise Killed
+
+    alone, take = metrics("alone"), batches.take
+    with monkeypatch.context() as patched:
+        patched.setattr(batches, "take", die)
+        assert metrics("killed") == {}
+    assert metrics("killed") == alone

@@ -279,7 +279,12 @@ def taken_batches(book: Book, run_id: str, *, from_step: int) -> list[Taken]:
 
 
 def rows_of(book: Book, batch_id: str, run_id: str | None = None) -> Rows:
-    """A taken batch again, byte for byte: tokens from the log, credits and advantages from its event."""
+    """A taken batch again, byte for byte: tokens from the log, credits and advantages from its event.
+
+    Rewards are those that it was taken for: of the name or the expression that its event tells.
+    """
+    said = book.sql("select selection from batches where batch_id = $batch", {"batch": batch_id})["selection"]
+    selection = json.loads(said[0].as_py() or "{}") if len(said) else {}
     taken = book.sql(
         "select interaction_id, credit, advantage from batch_rows where batch_id = $batch", {"batch": batch_id}
     )
@@ -290,7 +295,8 @@ def rows_of(book: Book, batch_id: str, run_id: str | None = None) -> Rows:
             strict=True,
         )
     )
-    rows = load_rows(book, interaction_ids=list(by_id), run_id=run_id)
+    reward = selection.get("credit", {}).get("reward")
+    rows = load_rows(book, interaction_ids=list(by_id), reward=reward, run_id=run_id)
     return replace(
         rows,
         credits=np.array([by_id[i][0] for i in rows.interaction_ids], np.float64),
@@ -314,19 +320,20 @@ def load_rows(
     episode_ids: Sequence[str] | None = None,
     interaction_ids: Sequence[str] | None = None,
     credit: CreditConfig | None = None,
+    reward: str | None = None,
     run_id: str | None = None,
 ) -> Rows:
     """The trainable interactions of some episodes, or exactly the given ones, in an order that depends on content only.
 
     An interaction is trainable unless its client said no, its capture is incomplete, it sampled nothing, it has no
     prompt or one that cannot be rebuilt, it was pruned, a logprob of it is no finite number, or its request was sent
-    again and went on from there. Credits are computed where a scheme is given.
+    again and went on from there. Credits are computed where a scheme is given; else `reward` names the rewards.
     """
     by_episode = episode_ids is not None
     wanted: Sequence[str] = (episode_ids if episode_ids is not None else interaction_ids) or ()
     table = book.sql(
         f"""
-        with judged as ({episode_rewards_query(None if credit is None else credit.reward)})
+        with judged as ({episode_rewards_query(reward if credit is None else credit.reward)})
         select i.interaction_id, i.episode_id, coalesce(e.group_id, i.episode_id) as group_id, e.run_id,
           i.finish_reason, i.n_output, i.sampling, i.logprobs_mode, judged.value as reward
         from interactions i join episodes e using (episode_id) left join judged using (episode_id)
