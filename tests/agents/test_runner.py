@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import os
+import subprocess
 import sys
 import threading
 
@@ -164,6 +166,36 @@ async def test_an_agent_that_ignores_cancellation_is_left_behind(monkeypatch):
     await asyncio.wait(it._left_behind, timeout=60)
 
 
+def test_an_agent_that_is_left_behind_keeps_no_program_from_ending():
+    program = """
+import asyncio
+from agents_proxy import KeepingProxy
+from rollbook.agents import runner
+from rollbook.agents.data import tasks_of
+
+runner.STOP_S = 0.05
+
+async def stubborn(data):
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+it = runner.Runner(KeepingProxy(), stubborn, run_id="run", time_limit_s=0.05)
+(episode,) = asyncio.run(it.run(tasks_of([{"id": "t"}])))
+print(episode.state)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (ended.returncode, ended.stdout) == (0, "failed\n"), ended.stderr
+
+
 async def test_a_sync_agent_that_hangs_holds_nobody_up():
     release = threading.Event()
 
@@ -210,6 +242,35 @@ async def test_a_panic_of_an_extension_is_one_episodes_failure():
     episodes = await runner(agent).run(TASKS)
     assert [e.state for e in episodes] == ["failed", "done", "done"]
     assert "Panic: out of bounds" in episodes[0].reason
+
+
+def test_a_keyboard_interrupt_of_an_agent_is_no_persons_where_none_can_be():
+    async def agent(data):
+        if data["x"] == 0:
+            raise KeyboardInterrupt
+        return 1.0
+
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(asyncio.run(runner(agent).run(TASKS))))
+    thread.start()
+    thread.join()
+    assert [e.state for e in found] == ["failed", "done", "done"]
+    assert found[0].reason == "AgentStopped: the agent raised KeyboardInterrupt"
+
+
+async def test_what_an_error_says_is_text_whatever_it_says():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("nothing to say")
+
+    async def agent(data):
+        raise [ValueError("half a \ud83d"), Mute(), ExceptionGroup("\udc80", [Mute()])][data["x"]]
+
+    half, mute, group = (episode.reason for episode in await runner(agent).run(TASKS))
+    assert half.startswith("ValueError: half a ? (test_runner.py:")
+    assert mute.startswith("Mute: (its text cannot be had: RuntimeError) (test_runner.py:")
+    assert group.startswith("ExceptionGroup: ? (1 sub-exception)")
+    assert "; Mute: (its text" in group
 
 
 async def test_failed_samples_are_tried_again_with_their_attempt_number():

@@ -73,7 +73,12 @@ def describe(error: BaseException, limit: int = 2000) -> str:
 
     What is longer than `limit` characters loses its middle: the end is what a program said last.
     """
-    text = f"{type(error).__name__}: {error}".strip().rstrip(":")
+    try:
+        said = str(error)
+    except Exception as odd:  # a person's class, which may do anything
+        said = f"(its text cannot be had: {type(odd).__name__})"
+    said = said.encode(errors="replace").decode()  # half a character is no text that a book can hold
+    text = f"{type(error).__name__}: {said}".strip().rstrip(":")
     if not isinstance(error, AgentsError):
         text += where(error)
     if isinstance(error, BaseExceptionGroup):

@@ -9,6 +9,7 @@ prints is printed.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -297,6 +298,7 @@ class Runner:
         if not agent.done():
             self._left_behind.add(agent)
             agent.add_done_callback(self._forget)
+            asyncio.tasks._unregister_task(agent)  # a loop that closes waits for all that it knows of
 
     def _forget(self, agent: "asyncio.Task[Any]") -> None:
         self._left_behind.discard(agent)
@@ -309,8 +311,12 @@ class Runner:
             return await self.workflow.run(task.row, session)
         except SystemExit as error:
             raise AgentStopped(f"the agent tried to end the program with exit code {error.code}") from error
-        except (Exception, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
+        except (Exception, asyncio.CancelledError, GeneratorExit):
             raise
+        except KeyboardInterrupt as error:
+            if threading.current_thread() is threading.main_thread():
+                raise  # a person's
+            raise AgentStopped("the agent raised KeyboardInterrupt") from error
         except BaseException as error:  # a panic of a Rust extension, say: of this episode, not of the run
             raise AgentStopped(f"the agent raised {type(error).__name__}: {error}") from error
         finally:
