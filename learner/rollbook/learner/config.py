@@ -371,10 +371,9 @@ def check(config: TrainConfig) -> None:
         raise BadSetting(
             f"actor.rejection_sampling: action clamp caps a ratio, and metric is {rejection.metric}; set action=mask"
         )
-    if rejection is not None and None not in (rejection.lower, rejection.upper) and rejection.lower > rejection.upper:
-        raise BadSetting(
-            f"actor.rejection_sampling.lower is {rejection.lower} and upper {rejection.upper}: no token lies between"
-        )
+    lower, upper = (None, None) if rejection is None else (rejection.lower, rejection.upper)
+    if lower is not None and upper is not None and lower > upper:
+        raise BadSetting(f"actor.rejection_sampling.lower is {lower} and upper {upper}: no token lies between")
     for name in ("experiment_name", "trial_name"):
         said: str = getattr(config, name)
         if not said.strip("/ ") or ".." in said.split("/"):
