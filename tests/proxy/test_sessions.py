@@ -258,8 +258,25 @@ async def test_a_start_that_is_refused_costs_no_permit_and_ends_no_session():
             await served.client.start_session(
                 "t1", api_key=held.api_key, refresh=True, origin_interaction_id="chatcmpl_nobody"
             )
-        assert (await ask(served, held.api_key)).status_code == 200
         await served.client.start_session("t2")
+        with pytest.raises(Busy):
+            await served.client.start_session("t1", api_key=held.api_key, refresh=True)
+        assert (await ask(served, held.api_key)).status_code == 200
+        assert not served.events("EpisodeClosed")
+        await served.client.grant_capacity()
+        await served.client.start_session("t1", api_key=held.api_key, refresh=True)
+
+
+async def test_an_online_session_ends_where_no_permit_is_left_for_the_next():
+    async with serving(answer, config=ServeConfig(admin_key=ADMIN, needs_permit=True, is_online=True)) as served:
+        await served.client.grant_capacity()
+        held = await served.client.start_session("t1")
+        await ask(served, held.api_key)
+        assert await served.client.end_session(held.api_key) == 1
+        assert (await ask(served, held.api_key)).status_code == 410
+        await served.client.grant_capacity()
+        await served.client.start_session("t1", api_key=held.api_key)
+        assert (await ask(served, held.api_key)).status_code == 200
 
 
 async def test_a_reward_may_be_true_or_false():

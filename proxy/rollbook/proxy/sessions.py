@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Literal
 from weakref import WeakValueDictionary
 
@@ -250,19 +251,31 @@ class Sessions:
                     f"this api_key is bound to the open session {held.episode_id}; end that, or use another key"
                 )
         fork = None if body.origin_interaction_id is None else await self._fork(body.origin_interaction_id)
-        if held is not None:
-            await self._end(held, "done", "refreshed")
-        # From here to the log nothing is waited for: what is looked at holds until the session counts.
+        # From here until it counts as opening nothing is waited for; and a start that is refused ends no session.
         if body.session_id is not None and (
             body.session_id in self._open or body.session_id in self._ended_ids or body.session_id in self._opening
         ):
             raise Conflict(f"session_id {body.session_id!r} is taken; leave it out to get a new one")
-        if len(self._open) + len(self._opening) >= self._config.max_sessions:
+        ends_one = held is not None and held.episode_id in self._open
+        if len(self._open) + len(self._opening) - ends_one >= self._config.max_sessions:
             raise Busy(f"{self._config.max_sessions} sessions are open, the most this server keeps", retry_after_s=5)
         if not self.permits.take() and self._config.needs_permit:
             raise Busy("no permit is free; POST /grant_capacity gives one", retry_after_s=1)
+        episode_id = body.session_id or new_id("ep")
+        self._opening.add(episode_id)
+        try:
+            if held is not None:
+                await self._end(held, "done", "refreshed")
+            session = await self._open_episode(body, episode_id, digest, fork)
+        finally:
+            self._opening.discard(episode_id)
+        self._enter(session)
+        return Started(session_id=session.episode_id, api_key=key)
+
+    async def _open_episode(self, body: StartSession, episode_id: str, digest: bytes, fork: Fork | None) -> Session:
+        """Have it in the book."""
         session = Session(
-            episode_id=body.session_id or new_id("ep"),
+            episode_id=episode_id,
             run_id=body.run_id or self._config.run_id,
             task_id=body.task_id,
             key=digest,
@@ -283,13 +296,8 @@ class Sessions:
             key_sha256=digest.hex(),
             origin_interaction_id=body.origin_interaction_id,
         )
-        self._opening.add(session.episode_id)
-        try:
-            await self._log.append(Event(run_id=session.run_id, episode_id=session.episode_id, fact=opened))
-        finally:
-            self._opening.discard(session.episode_id)
-        self._enter(session)
-        return Started(session_id=session.episode_id, api_key=key)
+        await self._log.append(Event(run_id=session.run_id, episode_id=session.episode_id, fact=opened))
+        return session
 
     def _enter(self, session: Session) -> None:
         self._open[session.episode_id] = session
@@ -371,14 +379,16 @@ class Sessions:
     async def end(self, session: Session, state: EpisodeState, reason: str | None = None) -> int:
         """Close an episode and return how many interactions it has. Twice is once.
 
-        On an online server the next episode of its key is open when this returns: an application calls on as ever.
+        On an online server that wants no permit the next episode of its key is open when this returns: an application
+        calls on as ever.
         """
         key, was_open = session.key, session.state == "open"
         count = await self._end(session, state, reason)
         if self._config.is_online and was_open and key is not None:
             async with self._busy(key):
                 if key not in self._by_key:
-                    await self._start(StartSession(task_id=session.task_id, run_id=session.run_id), "", key)
+                    with suppress(Busy):  # no permit: the end stands, and the next one is opened by a start
+                        await self._start(StartSession(task_id=session.task_id, run_id=session.run_id), "", key)
         return count
 
     async def _end(self, session: Session, state: EpisodeState, reason: str | None) -> int:
