@@ -190,7 +190,6 @@ print(episode.state)
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=50,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (ended.returncode, ended.stdout) == (0, "failed\n"), ended.stderr

@@ -42,7 +42,7 @@ def test_a_scheduler_that_is_away_at_a_restart_is_asked_again(tmp_path: Path) ->
         program.check()
         launcher.n = 1
         os.kill(pids(program)[0], signal.SIGKILL)
-        assert program.wait(60)
+        assert program.wait(600)
         with pytest.raises(LaunchFailed, match="the scheduler is away, and is not started again after 3 restarts"):
             program.check()
 
