@@ -319,7 +319,7 @@ class Bench:
         for name, rows in (("turns8", self.turns(8)), ("wide", self.wide())):
             (trie,) = micro_batches(rows, max_tokens=10**9, form="trie")
             n = trie.n_nodes
-            plan = segments.plan(trie.depth_T, trie.end_T, self.device)
+            pieces = segments.Segments(segments.plan(trie.depth_T, trie.end_T, self.device), n)
             padded = -(-n // 1024) * 1024
             end = torch.arange(1, padded + 1, device=self.device)
             end[:n] = torch.as_tensor(trie.end_T, device=self.device)
@@ -344,7 +344,7 @@ class Bench:
             for kernel in segments.ON_GPU if self.device.type == "cuda" else (segments.PLAIN,):
                 if segments.error_of(kernel, *kind) < 0.02:
                     segments._chosen[kind] = kernel
-                    found[kernel.name] = both(partial(segments.attend, plan=plan, scale=None), n)
+                    found[kernel.name] = both(partial(segments.attend, mask=pieces, scale=None), n)
             segments._chosen[kind] = chosen
             for attend, (forward, backward) in found.items():
                 row = {"work": name, "kernel": attend, "forward_s": forward, "backward_s": backward}

@@ -47,7 +47,7 @@ def attend(
         raise NeedsItsOwn
     is_grouped = query.shape[1] != key.shape[1]
     if isinstance(attention_mask, segments.Segments):
-        out = segments.attend(query, key, value, attention_mask.plan, scaling)
+        out = segments.attend(query, key, value, attention_mask, scaling)
     elif isinstance(attention_mask, BlockMask):
         out = _flex(query, key, value, attention_mask, scaling, is_grouped)
     else:

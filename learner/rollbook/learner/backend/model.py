@@ -132,6 +132,9 @@ class TreeModel(nn.Module):
             use_cache=False,
         )
         hidden_NH: Tensor = output.last_hidden_state.flatten(0, 1)
+        node: Any = hidden_NH.grad_fn
+        if node is not None:
+            node.metadata["mask"] = mask  # whose plan the backward pass reads
         return hidden_NH[put(layout.place_P, device)]
 
     def _hidden_of_paths(self, trie: Trie, device: torch.device) -> Tensor:

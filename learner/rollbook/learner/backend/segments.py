@@ -8,13 +8,15 @@ every part the whole's output and log-sum-exp, from which each finds the true pr
 Shapes: [1, H, L, D] queries, [1, K, L, D] keys and values (K heads, grouped), [1, H, L] log-sum-exp.
 """
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -75,12 +77,23 @@ class Plan:
         return len(self.triangles) + len(self.rectangles)
 
 
+_plans: WeakValueDictionary[int, Plan] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
 class Segments(BlockMask):
-    """A plan in the place of a mask: models hand a four-dimensional mask on as it is."""
+    """A plan in the place of a mask: models hand a four-dimensional mask on as it is.
+
+    Graphs are compiled around tensors, so what they are given of the plan is its number, as one. The plan lives as
+    long as this does; what its backward pass belongs to must hold it.
+    """
 
     def __init__(self, plan: Plan, length: int) -> None:
         self.plan = plan
         self.length = length
+        number = next(_numbers)
+        self.number = torch.tensor([number])
+        _plans[number] = plan
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -130,63 +143,86 @@ def _triangles(starts: Ints, stops: Ints, device: torch.device) -> Triangles:
     )
 
 
-@torch.compiler.disable
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float | None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Segments, scale: float | None) -> Tensor:
     """[1, H, L, D], as if each token had seen its path."""
-    apply: Any = _Attention.apply
-    out: Tensor = apply(query, key, value, plan, query.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor = _attend(query, key, value, mask.number, query.shape[-1] ** -0.5 if scale is None else scale)[0]
     return out
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float) -> Tensor:
-        kernel = kernel_for(query, key)
-        rests = []
-        if kernel.ragged is not None:
-            out, lse, rest = kernel.ragged.forward(query, key, value, plan.starts, plan.longest, scale)
-            rests.append(rest)
-        else:
-            out, lse = _alike(query), query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
-            for part in plan.triangles:
-                got, got_lse, rest = kernel.forward(*(_gather(x, part) for x in (query, key, value)), True, scale)
-                _scatter(out, got, part)
-                _scatter(lse, got_lse, part)
-                rests.append(rest)
-        for cross in plan.rectangles:
-            q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
-            got, got_lse, rest = kernel.forward(query[:, :, q], key[:, :, kv], value[:, :, kv], False, scale)
-            merge(out[:, :, q], lse[:, :, q], got, got_lse)
-            rests.append(rest)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.plan, ctx.scale, ctx.kernel, ctx.rests = plan, scale, kernel, rests
-        return out
+# Operators of their own, so that a compiled layer is one graph with these two in it.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (grad,) = grads
-        query, key, value, out, lse = ctx.saved_tensors
-        plan, scale, kernel, rests = ctx.plan, ctx.scale, ctx.kernel, iter(ctx.rests)
-        if kernel.ragged is not None:
-            slopes = kernel.ragged.backward(
-                grad, query, key, value, out, lse, next(rests), plan.starts, plan.longest, scale
-            )
-        else:
-            slopes = (_alike(query), _alike(key), _alike(value))
-            for part in plan.triangles:
-                parts = [_gather(x, part) for x in (grad, query, key, value, out, lse)]
-                if part.is_padded_BL is not None:  # a padded place has probability 0, so it adds nothing
-                    parts[-1] = parts[-1].masked_fill(part.is_padded_BL[:, None], 1e5)
-                for slope, got in zip(slopes, kernel.backward(*parts, next(rests), True, scale), strict=True):
-                    _scatter(slope, got, part)
-        for cross in plan.rectangles:
-            q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
-            views = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
-            got_q, got_k, got_v = kernel.backward(grad[:, :, q], *views, next(rests), False, scale)
-            slopes[0][:, :, q] += got_q
-            slopes[1][:, :, kv] += got_k
-            slopes[2][:, :, kv] += got_v
-        return *slopes, None, None
+
+@torch.library.custom_op("rollbook::attend", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp."""
+    kernel, plan = kernel_for(query, key), _plans[int(number)]
+    if kernel.ragged is not None:
+        out, lse = kernel.ragged.forward(query, key, value, plan.starts, plan.longest, scale)
+    else:
+        out, lse = _alike(query), _room_for_lse(query)
+        for part in plan.triangles:
+            got, got_lse = kernel.forward(*(_gather(x, part) for x in (query, key, value)), True, scale)
+            _scatter(out, got, part)
+            _scatter(lse, got_lse, part)
+    for cross in plan.rectangles:
+        q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
+        got, got_lse = kernel.forward(query[:, :, q], key[:, :, kv], value[:, :, kv], False, scale)
+        merge(out[:, :, q], lse[:, :, q], got, got_lse)
+    return out, lse
+
+
+@torch.library.custom_op("rollbook::attend_backward", mutates_args=())
+def _attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, plan = kernel_for(query, key), _plans[int(number)]
+    if kernel.ragged is not None:
+        slopes = kernel.ragged.backward(grad, query, key, value, out, lse, plan.starts, plan.longest, scale)
+    else:
+        slopes = (_alike(query), _alike(key), _alike(value))
+        for part in plan.triangles:
+            parts = [_gather(x, part) for x in (grad, query, key, value, out, lse)]
+            if part.is_padded_BL is not None:  # a padded place has probability 0, so it adds nothing
+                parts[-1] = parts[-1].masked_fill(part.is_padded_BL[:, None], 1e5)
+            for slope, got in zip(slopes, kernel.backward(*parts, True, scale), strict=True):
+                _scatter(slope, got, part)
+    for cross in plan.rectangles:
+        q, kv = slice(cross.below, cross.stop), slice(cross.start, cross.below)
+        views = (query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q])
+        got_q, got_k, got_v = kernel.backward(grad[:, :, q], *views, False, scale)
+        slopes[0][:, :, q] += got_q
+        slopes[1][:, :, kv] += got_k
+        slopes[2][:, :, kv] += got_v
+    return slopes
+
+
+@_attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _alike(query), _room_for_lse(query)
+
+
+@_attend_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, number: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _alike(query), _alike(key), _alike(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    query, key, value, number, out, lse = ctx.saved_tensors
+    return *_attend_backward(grad, query, key, value, out, lse, number, ctx.scale), None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _room_for_lse(query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=_wide(query.dtype))
 
 
 def _alike(x: Tensor) -> Tensor:
@@ -243,35 +279,35 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 class Ragged:
     """All triangles of a sequence in one call, whatever their lengths; starts and longest are the plan's.
 
-    forward(q, k, v, starts, longest, scale) -> out, lse, rest.
-    backward(grad, q, k, v, out, lse, rest, starts, longest, scale) -> the gradients of q, k and v.
+    forward(q, k, v, starts, longest, scale) -> out, lse.
+    backward(grad, q, k, v, out, lse, starts, longest, scale) -> the gradients of q, k and v.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor, Any]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """forward(q, k, v, is_causal, scale) -> out, lse, rest.
+    """forward(q, k, v, is_causal, scale) -> out, lse.
 
-    backward(grad, q, k, v, out, lse, rest, is_causal, scale) -> the gradients of q, k and v.
+    backward(grad, q, k, v, out, lse, is_causal, scale) -> the gradients of q, k and v.
     """
 
     name: str
-    forward: Callable[..., tuple[Tensor, Tensor, Any]]
+    forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     ragged: Ragged | None = None
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp() @ _spread(v, q).to(scores.dtype)).to(q.dtype), lse, None
+    return ((scores - lse[..., None]).exp() @ _spread(v, q).to(scores.dtype)).to(q.dtype), lse
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _: Any, is_causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     p = (_scores(q, k, is_causal, scale) - lse[..., None]).exp()
     grad, out = grad.to(p.dtype), out.to(p.dtype)
@@ -301,41 +337,47 @@ def _fold(x: Tensor, like: Tensor) -> Tensor:
     return x.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
-    return out, lse[..., : q.shape[2]], rest[:6]
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, is_causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, cu_k, max_q, max_k, seed, offset = rest
+    lengths = None, None, q.shape[2], k.shape[2]
     got: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), cu_q, cu_k, max_q, max_k, 0.0, is_causal, seed, offset, scale=scale
+        grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, is_causal, *_no_dropout(q.device), scale=scale
     )
     return got[0], got[1], got[2]
 
 
 def _flash_ragged_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor, Any]:
+) -> tuple[Tensor, Tensor]:
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
-    out, lse, *rest = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *packed, starts, starts, longest, longest, 0.0, True, False, scale=scale
     )
-    return out.transpose(0, 1)[None], lse.view(q.shape[:3]), rest[:2]
+    return out.transpose(0, 1)[None], lse.view(q.shape[:3])
 
 
 def _flash_ragged_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, starts: Tensor, longest: int,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     packed = [x[0].transpose(0, 1) for x in (grad, q, k, v, out)]
     got: Any = torch.ops.aten._flash_attention_backward(
-        *packed, lse[0], starts, starts, longest, longest, 0.0, True, *rest, scale=scale
+        *packed, lse[0], starts, starts, longest, longest, 0.0, True, *_no_dropout(q.device), scale=scale
     )
     one, other, third = (x.transpose(0, 1)[None] for x in got)
     return one, other, third
+
+
+@lru_cache
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """In the place of a generator's seed and offset, which nobody reads without dropout."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros((), dtype=torch.uint64, device=device)
 
 
 HAS_ONE_PLAN = os.environ.setdefault("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1") == "1"
@@ -347,21 +389,21 @@ def _by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
-    out, lse, *rest = torch.ops.aten._scaled_dot_product_cudnn_attention(
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         _by_token(q), _by_token(k), _by_token(v), None, True, 0.0, is_causal, False, scale=scale
     )
-    return out, lse.reshape(q.shape[:3]), rest[:6]
+    return out, lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Any, is_causal: bool, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    cu_q, cu_k, max_q, max_k, seed, offset = rest
+    lengths = None, None, q.shape[2], k.shape[2]
     lse = _by_token(lse) if HAS_ONE_PLAN else lse.contiguous()
     packed = (_by_token(x) for x in (grad, q, k, v, out))
     got: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *packed, lse[..., None], seed, offset, None, cu_q, cu_k, max_q, max_k, 0.0, is_causal, scale=scale
+        *packed, lse[..., None], *_no_dropout(q.device), None, *lengths, 0.0, is_causal, scale=scale
     )
     return got[0], got[1], got[2]
 
@@ -369,7 +411,7 @@ def _cudnn_backward(
 def _repeating(kernel: Kernel) -> Kernel:
     """The same for a kernel that does not know grouped heads."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return kernel.forward(q, _spread(k, q), _spread(v, q), is_causal, scale)
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,15 +465,15 @@ def error_of(kernel: Kernel, heads: int, key_heads: int, dim: int, dtype: torch.
         )  # fmt: skip
 
     def computed(is_causal: bool, by: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        out, lse, rest = by.forward(q, k, v, is_causal, scale)
-        return (out, lse, *by.backward(grad, q, k, v, out, lse, rest, is_causal, scale))
+        out, lse = by.forward(q, k, v, is_causal, scale)
+        return (out, lse, *by.backward(grad, q, k, v, out, lse, is_causal, scale))
 
     def pieces(by: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         edges = [0, 192, 292, 500]
         if by.ragged is not None:
             starts, longest = torch.tensor(edges, dtype=torch.int32, device=device), 208
-            out, lse, rest = by.ragged.forward(q, k, v, starts, longest, scale)
-            return (out, lse, *by.ragged.backward(grad, q, k, v, out, lse, rest, starts, longest, scale))
+            out, lse = by.ragged.forward(q, k, v, starts, longest, scale)
+            return (out, lse, *by.ragged.backward(grad, q, k, v, out, lse, starts, longest, scale))
         found = [
             computed(True, by, q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], grad[:, :, a:b]) for a, b in pairwise(edges)
         ]
