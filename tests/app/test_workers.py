@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollbook.store import open_book
 from rollbook.store.verify import verify
@@ -101,6 +102,33 @@ def test_a_stream_comes_piece_by_piece_through_the_other_worker(workers: tuple[d
     for reply in said:
         assert reply.headers["content-type"].startswith("text/event-stream")
         assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def requests_in(metrics: str) -> dict[str, float]:
+    """Chat calls that were answered, by worker."""
+    families = {family.name: family.samples for family in text_string_to_metric_families(metrics)}
+    return {
+        sample.labels.get("worker", ""): sample.value
+        for sample in families["rollbook_requests"]
+        if (sample.labels["api"], sample.labels["status"]) == ("chat", "200")
+    }
+
+
+def test_the_shared_address_counts_for_all_workers(workers: tuple[dict[str, Any], Path]) -> None:
+    url, urls = workers[0]["url"], workers[0]["urls"]
+    homes: set[str] = set()
+    for i in range(8):  # whose they are is in the keys
+        asked = {"task_id": "t", "api_key": f"sk-a-key-that-is-counted-{i}"}
+        started = call("POST", f"{url}/rl/start_session", ADMIN, asked).json()
+        homes.add(started["base_url"])
+        assert call("POST", f"{url}/v1/chat/completions", started["api_key"], CHAT).status_code == 200
+    assert len(homes) == 2
+    own = {str(i): requests_in(HTTP.get(f"{one}/metrics").text)[""] for i, one in enumerate(urls, 1)}
+    for path in ("/metrics", "/v1/metrics", "/metrics"):
+        assert requests_in(HTTP.get(url + path).text) == own
+    reply = HTTP.get(f"{url}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert reply.headers["content-type"].startswith("application/openmetrics-text")
+    assert reply.text.endswith("# EOF\n")
 
 
 def children(pid: int) -> list[int]:

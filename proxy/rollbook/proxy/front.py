@@ -24,6 +24,7 @@ from .bodies import Started, StartSession
 from .config import ServeConfig
 from .dialects import decoder, refuse_as_openai
 from .errors import EngineUnavailable, ProxyError
+from .metrics import merged
 from .sessions import Sessions, hash_key
 from .wire import ClientGone, Message, Receive, Room, Scope, Send, answer, bearer, error_headers, read_body, watch
 
@@ -102,6 +103,9 @@ class Front:
         headers = dict(scope["headers"])
         key = bearer(headers)
         path = scope["path"].removeprefix("/v1").rstrip("/")
+        if path == "/metrics" and scope["method"] == "GET":
+            await self._metrics(scope, send)
+            return
         if key is None or path in ("/health", "/models"):
             await self._app(scope, receive, send)
             return
@@ -154,6 +158,21 @@ class Front:
             beside.write_bytes(body)
             beside.replace(self._weights)
         await answer(scope, send, status, said, headers)
+
+    async def _metrics(self, scope: Scope, send: Send) -> None:
+        """What all workers count; one that is away is left out."""
+        headers = [pair for pair in scope["headers"] if pair[0] != b"accept"]
+        plain = {**scope, "headers": [*headers, (b"accept", b"text/plain")]}
+
+        async def told(i: int) -> tuple[int, bytes]:
+            try:
+                return i, (await self._ask(i, b"", plain))[2]
+            except EngineUnavailable:
+                return i, b""
+
+        texts = {i: text.decode() for i, text in await asyncio.gather(*map(told, range(len(self._peers))))}
+        said, kind = merged(texts, dict(scope["headers"]).get(b"accept", b"text/plain").decode("latin-1"))
+        await answer(scope, send, 200, said, [(b"content-type", kind.encode())])
 
     async def _to_who_knows(self, body: bytes, scope: Scope, send: Send) -> None:
         """What an admin asks about a session by its id: of us first, then of the others, until one knows it."""

@@ -140,3 +140,32 @@ def exposition(collector: Exposition, accept: str) -> tuple[bytes, str]:
     ProcessCollector(registry=registry)
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
+
+
+class _Families:
+    """A collector of families that are there already."""
+
+    def __init__(self, families: dict[str, Any]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Any]:
+        yield from self._families.values()
+
+
+def merged(texts: dict[int, str], accept: str) -> tuple[bytes, str]:
+    """What several workers say as one exposition, in the format that the asker takes: each series has the label
+    `worker`, from 1. texts: in Prometheus' own format, by worker from 0."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families: dict[str, Any] = {}
+    for worker, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            samples = [s._replace(labels={**s.labels, "worker": str(worker + 1)}) for s in family.samples]
+            family.samples = []
+            families.setdefault(family.name, family).samples += samples
+    registry = CollectorRegistry()
+    registry.register(_Families(families))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
