@@ -68,17 +68,24 @@ class WorkerTraceback(Exception):
         return "\n" + self.text
 
 
+def said(error: BaseException) -> str:
+    """The type and the words of what somebody's code raised, as text that can be stored.
+
+    Words may have half a character, as names of files and a model's JSON do, and `__str__` may raise.
+    """
+    try:
+        words = str(error)
+    except Exception as odd:
+        words = f"(its text cannot be had: {type(odd).__name__})"
+    return f"{type(error).__name__}: {words}".strip().rstrip(":").encode(errors="replace").decode()
+
+
 def describe(error: BaseException, limit: int = 2000) -> str:
     """An error as a reason: its type, what it says, and where in a person's code it was raised.
 
     What is longer than `limit` characters loses its middle: the end is what a program said last.
     """
-    try:
-        said = str(error)
-    except Exception as odd:  # a person's class, which may do anything
-        said = f"(its text cannot be had: {type(odd).__name__})"
-    said = said.encode(errors="replace").decode()  # half a character is no text that a book can hold
-    text = f"{type(error).__name__}: {said}".strip().rstrip(":")
+    text = said(error)
     if not isinstance(error, AgentsError):
         text += where(error)
     if isinstance(error, BaseExceptionGroup):

@@ -27,7 +27,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .errors import WorkerTraceback, where
+from .errors import WorkerTraceback, said, where
 from .threads import in_thread
 
 
@@ -299,7 +299,7 @@ def _raised(error: BaseException) -> bytes:
             answer = pickle.dumps((False, error, trace))
             pickle.loads(answer)
             return answer
-    return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+    return pickle.dumps((False, RuntimeError(said(error)), trace))
 
 
 def _import_main(main: dict[str, str]) -> None:

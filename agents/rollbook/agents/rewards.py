@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .alarms import ready_math_verify
-from .errors import BadReward, RewardFailed
+from .errors import BadReward, RewardFailed, said
 from .pool import ProcessPool, WorkerDied, WorkerTimeout
 
 Reward = float | dict[str, float] | None
@@ -93,7 +93,7 @@ class AsyncRewardWrapper:
                 if attempt == self.max_retries:
                     raise RewardFailed(f"reward {name}: {error}; tried {attempt + 1} times") from error
             except Exception as error:  # the function's own, brought back from its process
-                raise RewardFailed(f"reward {name} raised {type(error).__name__}: {error}") from error
+                raise RewardFailed(f"reward {name} raised {said(error)}") from error
             else:
                 reward = read_reward(value)
                 if not isinstance(reward, float):

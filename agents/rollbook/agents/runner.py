@@ -22,7 +22,7 @@ from rollbook.proxy.client import SessionLost
 from rollbook.proxy.errors import BadRequest, Busy, NotFound, SessionEnded
 
 from .data import Task
-from .errors import AgentStopped, BadReward, Rejected, describe
+from .errors import AgentStopped, BadReward, Rejected, describe, said
 from .rewards import Reward, read_reward
 from .watch import watching
 from .workflow import Session, Workflow, resolve
@@ -318,7 +318,7 @@ class Runner:
                 raise  # a person's
             raise AgentStopped("the agent raised KeyboardInterrupt") from error
         except BaseException as error:  # a panic of a Rust extension, say: of this episode, not of the run
-            raise AgentStopped(f"the agent raised {type(error).__name__}: {error}") from error
+            raise AgentStopped(f"the agent raised {said(error)}") from error
         finally:
             if os.getpid() != pid:
                 os._exit(0)  # the agent forked, and its child came back here

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rollbook.agents.errors import WorkflowError
+from rollbook.agents.errors import WorkflowError, said
 from rollbook.agents.naming import load
 from rollbook.store import BadSelection
 from rollbook.store.directory import open_log
@@ -127,7 +127,7 @@ async def _judge_piece(
                 value = await settle(_contained(value), pace.timeout_s)
             return _judgements(value, piece, pace)
         except BaseException as error:  # a judge's exit() ends its own judgement, as does what a library throws
-            reason = f"{type(error).__name__}: {error}"
+            reason = said(error)
     return [(episode.episode_id, {}, reason) for episode in piece]
 
 
@@ -140,7 +140,7 @@ async def _contained(value: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # ours: it took too long
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise RuntimeError(said(error)) from error
 
 
 async def _judge_together(judge: Judge, pieces: list[list[Episode]], pace: Pace, slots: _Slots) -> list[list[Judged]]:
