@@ -151,6 +151,50 @@ def test_going_back_to_an_earlier_judge_brings_its_rewards_back(book_path: str, 
     assert rewards(book_path, "v2")["ep_0"] == 7, "what somebody corrected stays"
 
 
+def test_of_several_judges_under_one_name_only_the_last_counts_whatever_it_judged(tmp_path: Path) -> None:
+    path = str(tmp_path / "book")
+    with open_book(path, writer="test") as book:
+        book.log.append_blocking(
+            Event(run_id="r", episode_id="ep", fact=EpisodeOpened(task_id="t")),
+            Event(run_id="r", episode_id="ep", interaction_id="i1", fact=InteractionRecorded(prompt_length=0)),
+            Event(run_id="r", episode_id="ep", interaction_id="i2", fact=InteractionRecorded(prompt_length=0)),
+            Event(run_id="r", episode_id="ep", fact=EpisodeClosed(state="done")),
+        )
+    (tmp_path / "judges.py").write_text(
+        "def each(e): return {'i1': 1, 'i2': 2}\n"
+        "def second(e): return {'i2': 4}\n"
+        "def whole(e): return 0.5\n"
+        "def nothing(e): return None\n"
+    )
+
+    def stands() -> tuple[dict[str, float], dict[str, float | None]]:
+        with open_book(path) as book:
+            of = dict(zip(*book.credits("none", reward="v2").to_pydict().values(), strict=True))
+            for (row,) in [book.canned("reward_versions_diff", before="zero", after="v2").to_pylist()]:
+                assert row["after"] == rewards(path, "v2")["ep"]
+            (reward,) = book.sql("select reward from episodes")["reward"].to_pylist()
+        assert reward == rewards(path, "v2")["ep"], "judged under both names"
+        return rewards(path, "v2"), of
+
+    reward_by_sql(path, "0", name="zero")
+    expected: list[tuple[str, float, dict[str, float | None]]] = [
+        ("each", 3, {"i1": 1, "i2": 2}),
+        ("whole", 0.5, {"i1": 0.5, "i2": None}),  # of calls that do not hang together the first is the main one
+        ("each", 3, {"i1": 1, "i2": 2}),
+        ("second", 4, {"i1": None, "i2": 4}),
+        ("nothing", 4, {"i1": None, "i2": 4}),
+    ]
+    for function, reward, of in expected:
+        for name in ("v2", "reward"):
+            reward_by_function(path, f"{tmp_path}/judges.py:{function}", name=name, processes=1)
+        assert stands() == ({"ep": reward}, of), function
+    with open_book(path, writer="person") as book:
+        for name in ("v2", "reward"):
+            corrected = RewardGiven(value=7.0, name=name, source="somebody")
+            book.log.append_blocking(Event(run_id="r", episode_id="ep", interaction_id="i1", fact=corrected))
+    assert stands() == ({"ep": 11}, {"i1": 7, "i2": 4}), "a person is no judge that others replace"
+
+
 def test_sql_judges_again_where_what_it_reads_was_corrected(book_path: str) -> None:
     assert judged(reward_by_sql(book_path, "reward + 1", name="up")) == (3, 0, 0, 0)
     assert judged(reward_by_sql(book_path, "up + 1", name="upper")) == (3, 0, 0, 0)
@@ -351,6 +395,19 @@ async def cancels(episode):
         raise asyncio.CancelledError
     return 1.0
 
+def mute(episode):
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("message")
+    if episode.row["episode_id"] == "ep_1":
+        raise Mute
+    return 1.0
+
+def half_a_character(episode):
+    if episode.row["episode_id"] == "ep_1":
+        raise ValueError("no tool \\ud83d")
+    return 1.0
+
 def throws(episode):
     if episode.row["episode_id"] == "ep_1":
         raise BaseException("as pytest.fail does")
@@ -403,6 +460,17 @@ def test_a_judge_that_exits_fails_one_judgement_and_prints_into_no_answer(
     said = json.loads(capfd.readouterr().out)
     assert (said["n_judged"], said["n_failed"]) == (2, 1)
     assert rewards(book_path, "v2") == {"ep_0": 1.0, "ep_2": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "says"), [("mute", "Mute, whose words cannot be had"), ("half_a_character", r"no tool \ud83d")]
+)
+def test_what_cannot_be_said_of_a_failure_ends_no_other_judgement(
+    function: str, says: str, book_path: str, paced: str
+) -> None:
+    assert judged(reward_by_function(book_path, f"{paced}:{function}", name="v2", processes=1)) == (2, 1, 0, 0)
+    with open_book(book_path) as book:
+        assert says in book.sql("select message from failures")["message"][0].as_py()
 
 
 @pytest.mark.parametrize("words", [["reward", "none", "1", "--sql"], ["reward", "none", "my_rewards.py:score"]])

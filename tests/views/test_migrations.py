@@ -88,6 +88,26 @@ def test_tables_that_know_of_no_pruning_are_kept_where_there_was_none(tmp_path: 
     views.close()
 
 
+@pytest.mark.parametrize("sources", [["a@0123456789ab", "b@0123456789ab"], ["a@0123456789ab", "person"]])
+def test_what_several_judges_gave_is_computed_again(tmp_path: Path, sources: list[str]) -> None:
+    written = log()
+    written.append_blocking(
+        event(RewardGiven(value=1.0, source=sources[0]), episode_id="e", at=1),
+        event(RewardGiven(value=2.0, source=sources[1]), episode_id="e", interaction_id="i", at=2),
+    )
+    views = Views(written, tmp_path / "views.duckdb")
+    views.catch_up()
+    views.close()
+    with duckdb.connect(str(tmp_path / "views.duckdb")) as con:  # as the version before had it
+        con.execute("update episodes set reward = 1")
+        con.execute("update alembic_version set version_num = '0005'")
+    views = Views(written, tmp_path / "views.duckdb")
+    several = sources[1] != "person"
+    assert views.catch_up() == (4 if several else 0)
+    assert views.cursor().execute("select reward from episodes").fetchall() == [(2.0 if several else 1.0,)]
+    views.close()
+
+
 def test_what_only_the_log_can_tell_is_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "views.duckdb"
     Views(log(), path).close()

@@ -103,8 +103,9 @@ def events(draw: Any) -> Event:
             target = draw(st.sampled_from([None, name]))
             span = {} if target is None or draw(st.booleans()) else {"start": 0, "end": 2}
             fact = RewardGiven(
-                value=float(draw(st.integers(-3, 3))), name=draw(st.sampled_from(["reward", "style"])), **span
-            )
+                value=float(draw(st.integers(-3, 3))), name=draw(st.sampled_from(["reward", "style"])),
+                source=draw(st.sampled_from(["agent", "a@0123456789ab", "b@0123456789ab"])), **span
+            )  # fmt: skip
             return event(fact, episode_id=episode, interaction_id=target, **common)
         case "taken":
             rows = [

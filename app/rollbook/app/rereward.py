@@ -27,7 +27,7 @@ from rollbook.store.directory import read_manifest
 from rollbook.store.episodes import EpisodeRows
 from rollbook.store.events import failed_judgement
 from rollbook.store.expressions import in_parentheses, literal, parse
-from rollbook.store.schema import current_rewards_sql
+from rollbook.store.schema import current_rewards_sql, is_judge_sql
 
 from .judging import Judged, Pace, is_async, judge_of
 
@@ -244,7 +244,7 @@ def _judged_last(name: str, source: str) -> str:
     Who is no judge of ours (an agent, a person who corrects) does not count, or the next pass would undo it.
     """
     return f"""select episode_id from rewards
-        where name = {literal(name)} and regexp_matches(source, '@[0-9a-f]{{12}}$')
+        where name = {literal(name)} and {is_judge_sql("source")}
         group by episode_id having arg_max(source, {{'at': given_at, 'id': event_id}}) = {literal(source)}"""
 
 

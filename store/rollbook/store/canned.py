@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import BadSelection
+from .schema import standing_sql
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ _ALL = (
         with last as ( -- as in `episode_rewards`, but both names in one pass
             select any_value(run_id) as run_id, episode_id, interaction_id, name = $after as is_after,
               arg_max(value * weight, {{'at': given_at, 'id': event_id}}) as value
-            from rewards where name in ($before, $after) and {_RUN}
+            from ({standing_sql(f"(from rewards where name in ($before, $after) and {_RUN})")})
             group by episode_id, interaction_id, "start", "end", is_after
         ), pairs as (
             select any_value(run_id) as run_id, episode_id,

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from duckdb_sqlalchemy import Dialect
 from sqlalchemy.schema import CreateTable
 
-PROJECTION = "0005"
+PROJECTION = "0006"
 """The revision of these tables; the newest file in `migrations/versions`."""
 
 metadata = sa.MetaData()
@@ -307,6 +307,25 @@ class View:
     sql: str
 
 
+def is_judge_sql(source: str) -> str:
+    """SQL for whether a reward is of a judge, by `rollbook reward`: its source ends with the hash of what judged."""
+    return f"regexp_matches({source}, '@[0-9a-f]{{12}}$')"
+
+
+def standing_sql(rewards: str) -> str:
+    """SQL for these rows of `rewards` without those of earlier judges: under one name an episode is judged by the last
+    one alone, whatever it judged in it (the episode, some interactions), or values of both would be added up.
+    """
+    return f"""
+        select r.* from {rewards} r left join (
+          select episode_id, name, arg_max(source, {{'at': given_at, 'id': event_id}}) as judge
+          from {rewards} where {is_judge_sql("source")}
+          group by episode_id, name having min(source) <> max(source)
+        ) j using (episode_id, name)
+        where j.judge is null or r.source = j.judge or not {is_judge_sql("r.source")}
+    """
+
+
 def current_rewards_sql(rewards: str) -> str:
     """SQL for what stands of some rows of `rewards`, given as a relation in SQL. It groups, so that a condition behind
     it is a condition on all rewards of the book: choose before.
@@ -321,7 +340,7 @@ def current_rewards_sql(rewards: str) -> str:
               {{'value': value, 'weight': weight, 'source': source, 'event_id': event_id}},
               {{'at': given_at, 'id': event_id}}
             ) as last
-          from {rewards} group by episode_id, interaction_id, "start", "end", name
+          from ({standing_sql(rewards)}) group by episode_id, interaction_id, "start", "end", name
         )
     """
 
@@ -339,7 +358,7 @@ def episode_rewards_sql(current: str) -> str:
 VIEWS: tuple[View, ...] = (
     View(
         "current_rewards",
-        "Of the rewards on one target under one name, the one given last.",
+        "Of the rewards on one target under one name, the one given last; of several judges, the last one's.",
         {
             "run_id": "the run",
             "episode_id": "the episode",

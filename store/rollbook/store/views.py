@@ -37,7 +37,14 @@ from .log import Cursor, Log
 from .payloads import facts_query
 from .placing import EDGES, EXTENDS, NO_MAX, NO_MIN, RETRIES, Above, Index, find_broken, find_pruned, place
 from .sandbox import Guest, Sandbox
-from .schema import PROJECTION, create_statements, metadata, view_statements
+from .schema import (
+    PROJECTION,
+    create_statements,
+    current_rewards_sql,
+    episode_rewards_sql,
+    metadata,
+    view_statements,
+)
 from .tools import ANSWERS, MARK, read_tools
 from .upcasts import upcast
 
@@ -440,6 +447,9 @@ ABOUT = (
     "n_interactions", "n_output", "n_pruned", "version_min", "version_max", "reward", "n_taken", "main_id", "main_node",
 )  # fmt: skip
 """What `episodes` says of an episode's interactions, rewards and batches."""
+
+_OWN = current_rewards_sql("(from rewards where name = 'reward' and episode_id in (select episode_id from d))")
+_OWN_REWARDS = episode_rewards_sql(f"({_OWN})")
 
 _FIELD_OF = {"n_prompt": "prompt_length", "n_shared": "shared"}
 _INTERACTION_COLUMNS = ", ".join(
@@ -949,7 +959,7 @@ class _Projection:
         if not self._touched:
             return
         with self._staged(_touched=pa.table({"episode_id": pa.array(list(self._touched), pa.string())})):
-            about = self._con.sql("""
+            about = self._con.sql(f"""
                 with d as (select episode_id from _touched),
                 i as (
                     select episode_id, interaction_id, node, top_id, recorded_at, event_id, n_output, version_min,
@@ -965,25 +975,15 @@ class _Projection:
                       max(version_max) filter (is_whole) as version_max
                     from i group by episode_id
                 ),
-                r as (
-                    select episode_id, interaction_id,
-                      arg_max(value * weight, {'at': given_at, 'id': event_id}) as value
-                    from rewards where name = 'reward' and episode_id in (select episode_id from d)
-                    group by episode_id, interaction_id, "start", "end"
-                ),
-                s as (
-                    select episode_id,
-                      coalesce(sum(value) filter (where interaction_id is null), sum(value)) as reward
-                    from r group by episode_id
-                ),
+                s as ({_OWN_REWARDS}),
                 trees as (
                     select episode_id, top_id, count(*) = 1 as is_single,
-                      min({'at': recorded_at, 'id': event_id}) as first,
-                      arg_max({'id': interaction_id, 'node': node}, {'at': recorded_at, 'id': event_id}) as last
+                      min({{'at': recorded_at, 'id': event_id}}) as first,
+                      arg_max({{'id': interaction_id, 'node': node}}, {{'at': recorded_at, 'id': event_id}}) as last
                     from i where is_trained or origin_id is not null group by episode_id, top_id
                 ),
                 m as (
-                    select episode_id, arg_min(last, {'is_single': is_single, 'first': first}) as last
+                    select episode_id, arg_min(last, {{'is_single': is_single, 'first': first}}) as last
                     from trees group by episode_id
                 ),
                 b as (
