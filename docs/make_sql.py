@@ -26,7 +26,7 @@ REWARDS = """\
 ## Rewards and credit
 
 Of several rewards on one target under one name the one given last stands (`current_rewards`); older ones stay rows. A
-reward counts value * weight. Of what `rollbook reward` gave an episode under one name, the last judge's stands, whatever
+reward counts value * weight. Of what `rollbook reward` gave an episode under a name, the last judge's stands, whatever
 earlier ones judged in it. An episode's reward is its own if it has one, else the sum over its interactions
 (`episode_rewards`; under the name 'reward' also `episodes.reward`).
 
