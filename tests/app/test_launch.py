@@ -47,6 +47,15 @@ def test_a_scheduler_that_is_away_at_a_restart_is_asked_again(tmp_path: Path) ->
             program.check()
 
 
+def test_a_sign_of_life_needs_no_room_on_the_disk(tmp_path: Path) -> None:
+    with LocalLauncher() as launcher:
+        launcher.start(command("serves"), log_path=tmp_path / "log")
+        [beat] = tmp_path.glob("programs/*/*/*/beat")
+        before, inode = read(beat), beat.stat().st_ino
+        until(lambda: read(beat) != before)
+        assert beat.stat().st_ino == inode
+
+
 def test_a_file_that_several_replace_at_once_is_always_whole(tmp_path: Path) -> None:
     path = tmp_path / "lease"
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .keeper import write
+from .keeper import rise, write
 from .launch import LOST_S, PATIENT_S, Job, LaunchFailed, SchedulerConfig, Supervisor, Ticket
 from .local import LocalRollouts
 
@@ -199,7 +199,7 @@ class SlurmLauncher(Supervisor):
 
     def _hold(self, lease: Path) -> None:
         self._leases.setdefault(lease, 0)
-        write(lease, "0")
+        rise(lease, 0)
         if self._signs is None:
             self._signs = threading.Thread(target=self._give_signs, name="signs of life", daemon=True)
             self._signs.start()
@@ -211,7 +211,7 @@ class SlurmLauncher(Supervisor):
             for lease in list(self._leases):
                 if lease.parent.is_dir():
                     with suppress(OSError):  # the folder may be away for a moment
-                        write(lease, str(beat))
+                        rise(lease, beat)
 
     def close(self) -> None:
         super().close()
