@@ -153,6 +153,15 @@ def test_new_weights_reach_every_worker_and_who_is_started_again(workers: tuple[
         time.sleep(0.05)
     assert version(json.loads(again[0].read_text())["url"]) == 5
 
+    kept = Path(words[words.index("--front") + 1].split(":", 2)[2]).with_name("weights.json")
+    kept.unlink()
+    kept.mkdir()  # now it cannot be written
+    newer = {"path": "/weights", "version": 6}
+    refused = call("POST", f"{address['url']}/rl/weights", ADMIN, newer)
+    assert (refused.status_code, "see to the disk and send them again" in refused.text) == (503, True)
+    kept.rmdir()
+    assert call("POST", f"{address['url']}/rl/weights", ADMIN, newer).json() == {"version": 6}
+
 
 def test_permits_are_those_of_all_workers_whoever_grants_and_whoever_takes(tmp_path: Path) -> None:
     with two_workers(tmp_path, "--set", "needs_permit=true") as address:

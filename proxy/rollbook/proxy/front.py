@@ -155,8 +155,15 @@ class Front:
         status, headers, said = next((a for a in answers if a[0] != 200), answers[self._index])
         if status == 200:
             beside = self._weights.with_suffix(f".{self._index}")
-            beside.write_bytes(body)
-            beside.replace(self._weights)
+            try:
+                beside.write_bytes(body)
+                beside.replace(self._weights)
+            except OSError as error:
+                raise EngineUnavailable(
+                    f"all workers have these weights, and {self._weights}, from which one that is started again takes "
+                    f"them, cannot be written: {error.strerror}; see to the disk and send them again",
+                    retry_after_s=1,
+                ) from error
         await answer(scope, send, status, said, headers)
 
     async def _metrics(self, scope: Scope, send: Send) -> None:
