@@ -137,3 +137,13 @@ def test_a_query_writes_nothing(query: str, tmp_path: Path) -> None:
             book.sql(query)
         assert book.sql("select state from episodes").to_pylist() == [{"state": "open"}]
         assert book.sql("select count(*) n from rewards").to_pylist() == [{"n": 0}]
+
+
+@pytest.mark.parametrize("name", ["what?", "a\\b"])
+def test_a_path_that_duckdb_reads_in_its_own_way_is_read_as_it_is(tmp_path: Path, name: str) -> None:
+    for folder, n in ((tmp_path / name, 1), (tmp_path / "a" / "b", 2)):
+        with open_book(folder / "book", writer="w") as book:
+            opened = [event(EpisodeOpened(task_id="t"), episode_id=f"e{i}") for i in range(n)]
+            book.log.append_blocking(*opened)
+    with open_book(tmp_path / name / "book") as book:
+        assert book.sql("select episode_id from episodes")["episode_id"].to_pylist() == ["e0"]

@@ -339,6 +339,9 @@ def open_book(path: str | os.PathLike[str], writer: str | None = None) -> Book:
 
 
 def _open_views(log: Log, path: Path) -> Views:
+    if {"?", "\\"} & set(str(path.absolute())):
+        _log.warning("%s: DuckDB reads ? and \\ in a path in its own way; the tables are computed in memory", path)
+        return Views(log)
     try:
         return Views(log, path / "views.duckdb")
     except (BookBusy, PermissionError):
