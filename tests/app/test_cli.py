@@ -108,6 +108,25 @@ def test_sql_in_every_format(book_path: Path, capsys: pytest.CaptureFixture[str]
     assert pq.read_table(target).to_pylist() == [{"state": "done", "reward": 0.5}]
 
 
+def test_csv_has_lines_as_other_programs_of_a_shell_have_them(
+    book_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert printed(capsys, "sql", str(book_path), "select 1 as n", "--format", "csv") == (0, "n\n1\n")
+
+
+def test_names_with_brackets_and_colons_are_shown_as_they_are(
+    book_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = book_path.parent / "[bold]b [/x] :smile:"
+    odd.parent.mkdir()
+    book_path.rename(odd)
+    status, text = said(capsys, "sql", str(odd), """select 1 as "l[i]", 2 as "[/b]", 3 as ":x:" """)
+    assert (status, ["l[i]", "[/b]", ":x:"]) == (0, text.replace("┃", " ").split()[1:4])
+    assert said(capsys, "verify", str(odd))[1].startswith(f"{odd}: ")
+    status, text = said(capsys, "export", str(odd), "--format", "parquet", "--out", f"{odd}/tables")
+    assert (status, f"at {odd}/tables" in text) == (0, True)
+
+
 @pytest.mark.parametrize(
     "order",
     ["sql BOOK QUERY --format csv", "sql BOOK --format csv QUERY", "sql --format csv BOOK QUERY"],

@@ -62,6 +62,13 @@ def event_ids(path: Path) -> set[bytes]:
         return {one for batch in book.log.read() for one in batch["event_id"].to_pylist()}
 
 
+def test_what_is_left_out_is_said_also_where_nothing_else_was_there(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "nobody answered"}]}])
+    done = import_into(tmp_path / "book", source)
+    assert (done.n_episodes, done.n_there) == (0, 0)
+    assert dict(done.notes) == {"lines have no assistant message that was sampled: nothing to record": 1}
+
+
 def test_chat_there_and_back_is_the_same(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "chat.jsonl", CHAT)
     done = import_into(tmp_path / "book", source)

@@ -26,8 +26,9 @@ from .models import ModelUnavailable
 
 Command = Callable[[argparse.Namespace], None]
 
-out = Console(width=None if sys.stdout.isatty() else 10_000)  # what is piped is not folded
-err = Console(stderr=True)
+# What is piped is not folded. No markup: names of files, columns and runs may have brackets and colons.
+out = Console(width=None if sys.stdout.isatty() else 10_000, markup=False, emoji=False)
+err = Console(stderr=True, markup=False, emoji=False)
 
 
 class Stop(Exception):
@@ -308,9 +309,7 @@ def _view(args: argparse.Namespace) -> None:
     from .web import view_book
 
     def announce(url: str) -> None:
-        out.print(
-            f"Showing [bold]{args.book}[/] (stop with Ctrl-C); the address has this start's key:", highlight=False
-        )
+        out.print(f"Showing {args.book} (stop with Ctrl-C); the address has this start's key:", highlight=False)
         out.print(url, highlight=False, soft_wrap=True)
 
     view_book(Path(args.book), host=args.host, port=args.port, tokenizer=args.tokenizer, announce=announce)

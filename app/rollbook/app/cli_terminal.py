@@ -143,7 +143,7 @@ def _add_stats(command: Add, out: Console) -> None:
                 for key, number in value.items():
                     out.print(f"  {key:<22} {_number(key, number)}", highlight=False, soft_wrap=True)
             else:
-                out.print(f"[bold]{name}[/] {value}", highlight=False)
+                out.print(Text.assemble((name, "bold"), f" {value}"), highlight=False)
 
     made = command(
         "stats", stats, "numbers of a book: calls, tokens, speed, states, size", "rollbook stats runs/demo/book"

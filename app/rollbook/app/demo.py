@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from rollbook.agents.data import tasks_of
 from rollbook.agents.loop import ended_episodes
@@ -177,10 +178,12 @@ def report(book_path: Path, run_id: str, model: Path, root: Path, out: Console) 
     out.print("\nMean reward per training step, from 0 to 1:")
     for step, reward in zip(steps, rewards, strict=True):
         bar = "█" * math.floor(40 * reward)
-        out.print(f"  {step:3d} [green]{bar:<40}[/] {reward:.3f}")
+        out.print(Text.assemble(f"  {step:3d} ", (f"{bar:<40}", "green"), f" {reward:.3f}"))
     if len(rewards) > 1:
         first, last = sum(rewards[:third]) / third, sum(rewards[-third:]) / third
-        out.print(f"First third [bold]{first:.3f}[/], last third [bold]{last:.3f}[/].")
+        out.print(
+            Text.assemble("First third ", (f"{first:.3f}", "bold"), ", last third ", (f"{last:.3f}", "bold"), ".")
+        )
     plot = plot_rewards(steps, rewards, root / f"reward-{run_id.replace('/', '-')}.png")
     out.print(f"Plotted in {plot}\n")
     out.print("The same by SQL, reward by step and policy version:")

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import duckdb
 import pyarrow as pa
@@ -139,20 +139,21 @@ def print_table(table: pa.Table, format_: str, out: Console, output: Path | None
         for i, field in enumerate(fitting.schema):
             is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
             is_key = i == 0 and field.name.endswith("_id")  # stays in one piece, to be copied
-            shown.add_column(field.name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_key)
+            justify: Literal["left", "right"] = "right" if is_number else "left"
+            shown.add_column(Text(field.name), justify=justify, overflow="fold", no_wrap=is_key)
         for row in fitting.to_pylist():
             shown.add_row(*(Text(_cell(value)) for value in row.values()))
         out.print(shown)
         if fitting.num_columns < table.num_columns:
             rest = ", ".join(table.column_names[fitting.num_columns :])
-            out.print(f"not shown for want of width: {rest}", style="dim", highlight=False)
+            out.print(Text(f"not shown for want of width: {rest}", style="dim"))
         return
     text = io.StringIO()
     if format_ == "json":
         json.dump(table.to_pylist(), text, default=str, ensure_ascii=False, indent=1)
         text.write("\n")
     else:
-        rows = csv.writer(text)
+        rows = csv.writer(text, lineterminator="\n")  # as other programs of a shell have it
         rows.writerow(table.column_names)
         rows.writerows(row.values() for row in table.to_pylist())
     if output is None:

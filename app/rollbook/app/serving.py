@@ -340,7 +340,7 @@ def make_engine(
 
 
 def _say(url: str, book_path: Path, admin_key: str | None) -> None:
-    out = Console(highlight=False)
+    out = Console(highlight=False, markup=False, emoji=False)
     out.print(
         Text.assemble(
             "Recording into ", (str(book_path), "bold"), ", answering at ", (f"{url}/v1", "bold"), " (stop with Ctrl-C)"

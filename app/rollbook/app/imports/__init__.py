@@ -55,7 +55,7 @@ def import_into(
         else:
             record(book, SOURCES[chosen](path, outcome), outcome, run_id=run or path.stem, spelling=spelling)
         book.catch_up()
-    if not outcome.n_episodes:  # what was read again was left where it is
+    if outcome.n_there and not outcome.n_episodes:  # what was read again was left where it is
         outcome.notes.clear()
     return outcome
 
