@@ -82,13 +82,15 @@ def backend(path: str, **settings: Any) -> SingleBackend:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_logprobs_are_the_models_own(kind: str, tmp_path: Path) -> None:
+def test_logprobs_are_the_models_own(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sizes, implementation = FAMILIES[kind]
     path = folder(kind, sizes, tmp_path / "model")
     rows = random_rows(3, n_groups=2)
     expected = row_by_row(path, rows)
     one = backend(path)
     tries = tries_of(rows, one.config.mb_spec, one)
+    is_told = any("is computed path by path with its own" in record.getMessage() for record in caplog.records)
+    assert is_told == (implementation != attention.NAME)
     assert one.model.model.config._attn_implementation == implementation  # type: ignore[union-attr]
     for found in (one.score(tries)[0], one.forward_backward(tries, whole).values_E):
         np.testing.assert_allclose(found, expected, atol=1e-4)
