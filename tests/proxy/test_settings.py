@@ -86,8 +86,35 @@ def test_what_no_engine_could_draw_with_is_refused_by_name(asked):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 2}, {"min_new_tokens": 5, "max_new_tokens": 3}, {"n": 1}],
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"frequency_penalty": float("inf")},
+        {"top_p": 2},
+        {"min_new_tokens": 5, "max_new_tokens": 3},
+        {"n": 1},
+    ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises((msgspec.ValidationError, ValueError)):
         msgspec.convert(wrong, GenerationHyperparameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_concurrent", 0),
+        ("max_sessions", 0),
+        ("max_waiting", -1),
+        ("max_ended", -1),
+        ("max_body_bytes", 0),
+        ("idle_s", 0),
+        ("grace_s", -1),
+        ("stall_s", float("nan")),
+        ("stop_s", float("inf")),
+    ],
+)
+def test_a_server_that_could_not_work_is_refused_by_name(name, value):
+    with pytest.raises(msgspec.ValidationError, match=f"{name} must be at least"):
+        msgspec.convert({name: value}, ServeConfig)

@@ -5,6 +5,8 @@ says nothing, and `max_new_tokens`/`max_tokens` are caps for one that asks for m
 every interaction.
 """
 
+import math
+
 import msgspec
 
 from .engine import Sampling
@@ -33,8 +35,10 @@ class GenerationHyperparameters(msgspec.Struct, frozen=True, kw_only=True, forbi
                 raise ValueError(f"gconfig.{name} must be at least 1, got {value}")
         if self.min_new_tokens < 0 or self.min_new_tokens > (self.max_new_tokens or self.min_new_tokens):
             raise ValueError(f"gconfig.min_new_tokens must be between 0 and max_new_tokens, got {self.min_new_tokens}")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"gconfig.temperature must be 0 or more, got {self.temperature}")
+        if not math.isfinite(self.frequency_penalty):
+            raise ValueError(f"gconfig.frequency_penalty must be a number, got {self.frequency_penalty}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"gconfig.top_p must be in (0, 1], got {self.top_p}")
 
@@ -144,3 +148,18 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     body_s: float = 30.0  # to send the whole request body
     tracing: bool = False  # OpenTelemetry spans of model calls, to whatever SDK the process has set up
     stop_s: float = 5.0  # how long answers in progress may take to finish when the server stops
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+_LEAST: dict[str, float] = {
+    **dict.fromkeys(("max_sessions", "max_concurrent", "max_connections"), 1),
+    **dict.fromkeys(("max_body_bytes", "max_bodies_bytes", "max_header_bytes"), 1),
+    **dict.fromkeys(("permit_s", "idle_s", "stall_s", "body_s"), 0.01),
+    **dict.fromkeys(("max_ended", "max_waiting", "grace_s", "pace_s", "stop_s"), 0),
+}
+"""What a server can do with; a call that may never have its turn would wait for ever."""
