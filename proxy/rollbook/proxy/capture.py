@@ -212,10 +212,10 @@ class _Prompt:
     edge: Edge | None
     cause: str | None
     parent: Node | None
+    ids: Int32s = field(init=False)  # of the path
 
-    @property
-    def ids(self) -> Int32s:
-        return self.path.ids
+    def __post_init__(self) -> None:
+        self.ids = self.path.ids
 
 
 class Hold:
@@ -694,9 +694,11 @@ class Capture:
             kept, ways, depth = parent.n_messages, parent.ways, parent.depth
             thoughts, n_replies, tools = parent.thoughts, parent.n_replies, parent.tools
         elif parent is not None and said.kept is None:
-            back = said.resent if said.resent is not None else episode.tree.reply(parent.interaction_id)
+            back = said.resent
+            if back is None and parent.ways.has_reasoning:  # otherwise its reply has none
+                back = episode.tree.reply(parent.interaction_id)
             kept, depth = parent.n_messages + 1, parent.depth + 1
-            thoughts = parent.thoughts | thoughts_in([back]) << parent.n_replies
+            thoughts = parent.thoughts | thoughts_in([] if back is None else [back]) << parent.n_replies
             n_replies, tools, ways = parent.n_replies + 1, parent.tools, parent.ways
         else:
             kept, depth, thoughts, n_replies, ways = said.kept or 0, 1, 0, 0, None
@@ -894,14 +896,20 @@ class _Call:
 
     @property
     def output_ids(self) -> Int32s:
-        if len(self.ids) > 1 and not self.n_unread:  # joined once: it is asked for several times
+        if len(self.ids) == 1:
+            return self.ids[0]
+        if self.ids and not self.n_unread:  # joined once: it is asked for several times
             self.ids = [np.concatenate(self.ids)]
+            return self.ids[0]
         return np.concatenate(self.ids) if self.ids else EMPTY_IDS
 
     @property
     def logprobs(self) -> Float32s:
-        if len(self.lps) > 1 and not self.n_unread:
+        if len(self.lps) == 1:
+            return self.lps[0]
+        if self.lps and not self.n_unread:
             self.lps = [np.concatenate(self.lps)]
+            return self.lps[0]
         return np.concatenate(self.lps) if self.lps else EMPTY_LOGPROBS
 
     @property

@@ -115,8 +115,10 @@ class Placed(msgspec.Struct, frozen=True):
 
 def shared_prefix(a_ids: Ints | Sequence[int], b_ids: Ints | Sequence[int]) -> int:
     """Length of the common prefix of two token lists."""
+    n = min(len(a_ids), len(b_ids))
+    if not n:  # most turns: what is new stands behind all of the parent's tokens
+        return 0
     a, b = np.asarray(a_ids), np.asarray(b_ids)
-    n = min(len(a), len(b))
     differs = np.flatnonzero(a[:n] != b[:n])
     return int(differs[0]) if len(differs) else n
 
@@ -245,6 +247,7 @@ class _Node(msgspec.Struct, frozen=True, gc=False):
     request: _Prefix
     path: _Prefix  # after the reply
     reply: bytes  # JSON, as answered
+    said: bytes  # the same, hashed
 
 
 class _Known(msgspec.Struct, frozen=True, gc=False):
@@ -359,7 +362,7 @@ class TreeIndex:
         self._by_calls: dict[tuple[bytes, tuple[str, ...]], bytes] = {}  # (bare chain before, call ids) -> the reply
         self._by_reply: dict[bytes, _Node] = {}  # a reply alone -> the last node that gave it
         self._by_root: dict[tuple[bytes, bytes], list[_Node]] = {}  # (tools, system) -> its last nodes
-        self._known: dict[tuple[int, bytes, bytes], _Known] = {}  # (length, last message, reply) -> request
+        self._known: dict[tuple[int, bytes, bytes], _Known] = {}  # (length, last text, reply) -> request
         self._systems: dict[str, tuple[bytes, bytes]] = {}
         self._tools: list[tuple[Sequence[Tool], bytes]] = []
 
@@ -397,7 +400,7 @@ class TreeIndex:
         if known is None:
             known = self._insert(interaction_id, match.parent_id, match.state, reply)
             if match.messages:
-                self._remember(interaction_id, match, reply)
+                self._remember(known, match)
         return known.path.key.hex()
 
     @classmethod
@@ -453,18 +456,19 @@ class TreeIndex:
         """The request that was answered by the last assistant message, if all before it is equal to the letter."""
         for at in range(len(messages) - 1, 0, -1):
             if messages[at].get("role") == "assistant":
-                known = self._known.get((at, self._digest(messages[at - 1]), self._digest(messages[at])))
+                last = _key(text_of(messages[at - 1]))
+                known = self._known.get((at, last, _say_reply(messages[at])[0]))
                 if known is None or known.state.tools != root.tools:
                     return None
                 # Equality of dicts runs in C: some tens of nanoseconds a message.
                 return known if known.messages[:at] == messages[:at] else None
         return None
 
-    def _remember(self, interaction_id: str, match: Match, reply: Message) -> None:
+    def _remember(self, node: _Node, match: Match) -> None:
         n = match.state.n
         if n != len(match.messages) or n == 0:
             return
-        key = (n, self._digest(match.messages[-1]), self._digest(reply))
+        key = (n, _key(text_of(match.messages[-1])), node.said)
         if key in self._known:
             return
         if match.known is None:
@@ -474,12 +478,9 @@ class TreeIndex:
             if len(messages) > m:  # another request went on from there already
                 messages = messages[:m]
             messages.extend(match.messages[m:])
-        self._known[key] = _Known(messages, match.state, interaction_id)
+        self._known[key] = _Known(messages, match.state, node.interaction_id)
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
-
-    def _digest(self, message: Message) -> bytes:
-        return self._step(_NOTHING, message).bare
 
     def _step(self, state: _Prefix, message: Message) -> _Prefix:
         role = message.get("role") or ""
@@ -531,12 +532,12 @@ class TreeIndex:
 
     def _insert(self, interaction_id: str, parent_id: str | None, request: _Prefix, reply: Message) -> _Node:
         path = self._step(request, reply)
-        node = _Node(interaction_id, parent_id, request, path, _json(reply))
+        said, ids = _say_reply(reply)
+        node = _Node(interaction_id, parent_id, request, path, _json(reply), said)
         self._nodes[interaction_id] = node
         self._by_path[path.key] = node
         self._by_bare[path.bare] = node
         self._by_request[request.key] = interaction_id
-        said, ids = _say_reply(reply)
         self._by_reply[said] = node
         if ids and all(ids) and len(set(ids)) == len(ids):
             self._by_calls.setdefault((request.bare, ids), said)
@@ -664,6 +665,5 @@ class TreeIndex:
         return None
 
 
-_NOTHING = _Prefix(b"", b"", 0, b"")
 _REMEMBERED = 16_384
 """Requests of one episode that are recalled whole; one that fell out is hashed again, message by message."""
