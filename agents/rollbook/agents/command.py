@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -87,6 +89,10 @@ class _Shown:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.fd)
+        left, until = select.poll(), time.monotonic() + 10.0  # what writes for longer has left the group
+        left.register(self._source, select.POLLIN)
+        while self._thread.is_alive() and left.poll(0) and time.monotonic() < until:
+            self._thread.join(0.05)
         self._thread.join(1.0)  # it goes on where something that left the group still holds the pipe
 
     @property
