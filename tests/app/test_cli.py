@@ -515,6 +515,7 @@ def test_weights_of_another_shape_are_one_sentence(tmp_path: Path, capsys: pytes
         (["NEW", "--engine", "scripted", "--script", "copy:copy"], "which is no function"),
         (["NEW", "--port", "0", "--writer", "../x"], "--writer: a writer name is 1 to 100 letters"),
         (["NEW", "--host", "0.0.0.0", "--port", "0", "--set", "admin_key=short"], "too weak to serve on 0.0.0.0"),
+        (["NEW", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["NEW", "--weights-version", "-1"], "--weights-version must be at least 0, got -1"),
         (["NEW", "--engine", "openai"], "give --engine-url URL"),
         (["NEW", "--engine-url", "http://127.0.0.1:1"], "--engine is embedded"),

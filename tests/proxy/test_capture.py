@@ -520,8 +520,9 @@ async def test_a_named_parent_needs_only_what_is_new():
         fourth = await talk.ask(told, tools=[BASH])
         assert [talk.fact(r).edge for r in (second, third, fourth)] == ["extends"] * 3
         assert talk.messages_in_book(fourth.interaction_id)[:-1] == told
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFound) as error:
             await talk.ask([user("b")], parent_id="resp_unknown")
+        assert error.value.param == "previous_response_id"
         talk.check_book()
 
 

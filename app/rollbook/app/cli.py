@@ -35,11 +35,17 @@ class Stop(Exception):
     """A command cannot go on; the message is for the person."""
 
 
+def _refuse_none(args: argparse.Namespace, *names: str) -> None:
+    """Raises Stop for a number of things that is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise Stop(f"--{name} must be at least 1, got {getattr(args, name)}")
+
+
 def _serve(args: argparse.Namespace) -> None:
     from .serving import serve_book, serve_workers, shared_of
 
-    if args.workers < 1:
-        raise Stop(f"--workers must be at least 1, got {args.workers}")
+    _refuse_none(args, "workers", "threads")
     if args.workers > 1:
         serve_workers(
             Path(args.book),
@@ -377,6 +383,7 @@ def _prune(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from .demo import run
 
+    _refuse_none(args, "threads")
     run(
         seed=args.seed,
         root=Path(args.dir),

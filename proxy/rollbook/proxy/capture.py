@@ -431,7 +431,8 @@ class Capture:
             parent = episode.nodes.get(parent_id)
             if parent is None:
                 raise NotFound(
-                    f"no interaction {parent_id!r} in this session; name one that it answered", param="parent"
+                    f"no interaction {parent_id!r} in this session; name one that it answered",
+                    param="previous_response_id",
                 )
             if self._begins_anew(parent, request, episode):
                 told = await anyio.to_thread.run_sync(self._told, episode, parent)
@@ -483,7 +484,9 @@ class Capture:
             at = at.parent if at.is_whole or at.edge == "retries" else None
         places = [n.place for n in reversed(chain)]
         if None in places:
-            raise NotFound(f"interaction {node.interaction_id!r} is not recorded yet; ask again", param="parent")
+            raise NotFound(
+                f"interaction {node.interaction_id!r} is not recorded yet; ask again", param="previous_response_id"
+            )
         rows = self._log.gather([place for place in places if place is not None])
         told: list[Message] = []
         for text in rows.column("messages").to_pylist():
