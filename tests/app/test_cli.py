@@ -533,6 +533,14 @@ def test_what_cannot_be_served_makes_no_book(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("words", [["--threads", "0"], ["--steps", "0"]])
+def test_a_demo_of_nothing_is_refused(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "demo", "--dir", str(tmp_path / "demo"), *words)
+    assert status == 1
+    assert f"{words[0]} must be at least 1, got 0" in text
+    assert not (tmp_path / "demo").exists()
+
+
 def test_ids_stay_in_one_piece_on_a_narrow_terminal() -> None:
     name = "ep_01a2295e5f51727a81df5977584e785a"
     table = pa.table({"episode_id": [name], "reason": ["a long reason " * 10], "other_id": [name * 2]})

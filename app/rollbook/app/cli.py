@@ -38,8 +38,9 @@ class Stop(Exception):
 def _refuse_none(args: argparse.Namespace, *names: str) -> None:
     """Raises Stop for a number of things that is below 1."""
     for name in names:
-        if getattr(args, name) < 1:
-            raise Stop(f"--{name} must be at least 1, got {getattr(args, name)}")
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise Stop(f"--{name} must be at least 1, got {number}")
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -383,7 +384,7 @@ def _prune(args: argparse.Namespace) -> None:
 def _demo(args: argparse.Namespace) -> None:
     from .demo import run
 
-    _refuse_none(args, "threads")
+    _refuse_none(args, "threads", "steps")
     run(
         seed=args.seed,
         root=Path(args.dir),
