@@ -17,6 +17,7 @@ from typing import Any
 import anyio
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.rule import Rule
 from rich.text import Text
 
 from rollbook.agents.data import tasks_of
@@ -51,19 +52,24 @@ def run(*, seed: int, root: Path, steps: int | None, threads: int, out: Console,
         model = prepare_model(
             MODEL, progress=lambda what, done: progress.update(bar, description=what, completed=done or 0.0)
         )
-    out.rule("Part 1: a tool-using agent is recorded (OpenAI Agents SDK; a script plays the model)")
+    _head(out, "Part 1: a tool-using agent is recorded (OpenAI Agents SDK; a script plays the model)")
     record_tools(book_path, model, root, out)
 
     name = algorithm.upper().replace("_", "-")
-    out.rule(f"Part 2: a real model learns (SmolLM2-135M-Instruct, {name}, an agent on the OpenAI SDK)")
+    _head(out, f"Part 2: a real model learns (SmolLM2-135M-Instruct, {name}, an agent on the OpenAI SDK)")
     overrides = [f"seed={seed}", f"book={book_path}", f"cluster.fileroot={root}", f"actor.path={model}"]
     overrides += [f"total_train_steps={steps}"] if steps else []
     overrides += settings_of(algorithm, model)
     config = load_config(examples_folder() / "arithmetic.yaml", overrides)
     train_on(config, rows=load("arithmetic:questions")(100, seed=seed))
 
-    out.rule("What the book says")
+    _head(out, "What the book says")
     report(book_path, config.run_id, model, root, out)
+
+
+def _head(out: Console, title: str) -> None:
+    """A line across the terminal; what is piped has no width, and gets one that can be read."""
+    out.print(Rule(Text(title)), width=min(out.width, 120))
 
 
 def settings_of(algorithm: str, model: Path) -> list[str]:

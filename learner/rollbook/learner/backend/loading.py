@@ -136,18 +136,12 @@ def choose_attention(model: Any, config: ModelConfig, rows: Rows, expected: Floa
         except Exception as error:  # whatever a model's code raises where it is used in a way it was not made for
             said = f"with {name} attention it raises {type(error).__name__}: {error}"
             continue
-        far = np.abs(found - expected)[
-            np.isfinite(expected)
-        ]  # weights that are no numbers are told where they are used
-        distance = float(np.quantile(far, 0.9)) if len(far) else 0.0
+        is_number = np.isfinite(expected)  # weights that are no numbers are told where they are used
+        distance = float(np.quantile(np.abs(found - expected)[is_number], 0.9)) if is_number.any() else 0.0
         if distance <= TOLERANCE:
             if not takes_tries and config.attn_impl != "plain":
-                _log.warning(
-                    "%s is computed path by path with its own %s attention: %s",
-                    config.path,
-                    name,
-                    said or "it needs that",
-                )
+                why = said or "it needs that"
+                _log.warning("%s is computed path by path with its own %s attention: %s", config.path, name, why)
             return takes_tries
         said = f"with {name} attention a token's logprob is off by {distance:.2g} nats"
     raise BadSetting(
