@@ -563,6 +563,7 @@ def test_a_condition_that_cannot_be_computed_is_a_clear_error(tmp_path: Path, mo
         ("algorithm", None, "algorithm: expected `str`, got `null`"),
         ("trial_name", object(), "the config holds what is no setting"),
         ("actor__loss_agg", "fixed_length", "set actor.fixed_length or actor.max_new_tokens"),
+        ("actor__overlong_reward_penalty", True, "actor.overlong_reward_penalty is set without a zone"),
         ("tokenizer_path", "nowhere", "tokenizer_path 'nowhere' is no folder"),
         ("algorithm", "json.JSONDecoder", "algorithm 'json.JSONDecoder' cannot be made"),
         ("algorithm", "types.SimpleNamespace", "algorithm 'types.SimpleNamespace'"),

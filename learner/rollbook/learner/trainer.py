@@ -102,6 +102,11 @@ class PPOTrainer:
         has_length = config.actor.fixed_length or config.actor.max_new_tokens
         if (config.actor.loss_agg or self.algorithm.loss_agg) == "fixed_length" and not has_length:
             raise BadSetting("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
+        if config.actor.overlong_reward_penalty and not (config.actor.overlong_tokens and config.actor.max_new_tokens):
+            raise BadSetting(
+                "actor.overlong_reward_penalty is set without a zone; set actor.overlong_tokens, how many tokens before "
+                "the limit it begins, and actor.max_new_tokens or gconfig.max_new_tokens, the limit"
+            )
         if config.ref is not None and config.ref_scores is not None:
             raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
         if config.ref_scores is not None and config.scheduler.type != "none":
