@@ -104,8 +104,8 @@ class PPOTrainer:
             raise BadSetting("loss_agg is fixed_length; set actor.fixed_length or actor.max_new_tokens to that length")
         if config.actor.overlong_reward_penalty and not (config.actor.overlong_tokens and config.actor.max_new_tokens):
             raise BadSetting(
-                "actor.overlong_reward_penalty is set without a zone; set actor.overlong_tokens, how many tokens before "
-                "the limit it begins, and actor.max_new_tokens or gconfig.max_new_tokens, the limit"
+                "actor.overlong_reward_penalty is set without a zone: set actor.overlong_tokens, the tokens before the "
+                "limit in which it grows, and actor.max_new_tokens or gconfig.max_new_tokens, the limit"
             )
         if config.ref is not None and config.ref_scores is not None:
             raise BadSetting("ref and ref_scores are both set; measure KL against a model or against stored scores")
