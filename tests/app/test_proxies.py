@@ -16,6 +16,7 @@ from rollbook.agents.data import tasks_of
 from rollbook.agents.runner import Runner
 from rollbook.app.launch import LaunchFailed
 from rollbook.app.proxies import Proxies
+from rollbook.proxy.bodies import Started
 from rollbook.proxy.client import SessionLost
 from rollbook.proxy.config import ServeConfig
 from rollbook.store import MemoryLog
@@ -279,6 +280,30 @@ async def test_proxies_join_and_leave_while_sessions_run() -> None:
             assert (await ask(first.base_url or "", first.api_key)).status_code == 200
             assert await proxies.end_session(first.api_key) == 1
         assert proxies.n_open == [4]
+
+
+async def test_a_proxy_that_leaves_waits_for_the_session_that_is_just_starting_there() -> None:
+    async with hosts(2) as made, Proxies(made[:1], ADMIN) as proxies, anyio.create_task_group() as group:
+        started: list[Started] = []
+        has_begun, has_left = anyio.Event(), anyio.Event()
+
+        async def begin() -> None:
+            started.append(await proxies.start_session("t0"))
+            has_begun.set()
+
+        async def leave() -> None:
+            await proxies.remove(made[0])
+            has_left.set()
+
+        group.start_soon(begin)  # asks made[0], and waits for its answer while it is told to leave
+        group.start_soon(leave)
+        await has_begun.wait()
+        await proxies.add(made[1])
+        assert not has_left.is_set()
+        [one] = started
+        assert (await ask(one.base_url or "", one.api_key)).status_code == 200
+        assert await proxies.end_session(one.api_key) == 1
+        await has_left.wait()
 
 
 async def test_without_any_proxy_the_reason_is_said() -> None:

@@ -51,6 +51,7 @@ class _Slot:
     away_since: float | None = None  # its process is gone
     silent_since: float | None = None  # it does not answer
     is_leaving: bool = False
+    n_starting: int = 0  # sessions that it was asked for and has not answered
     sessions: dict[str, str] = field(default_factory=dict)  # open ones: api_key -> session_id
 
     @property
@@ -142,7 +143,7 @@ class Proxies:
         [slot] = [slot for slot in self._slots if slot.program is program]
         slot.is_leaving = True
         with anyio.move_on_after(drain_s):
-            while slot.sessions:  # noqa: ASYNC110 - ends of sessions are events of many places
+            while slot.sessions or slot.n_starting:  # noqa: ASYNC110 - their ends are events of many places
                 await anyio.sleep(_LOOK_S)
         await self._lose(slot, "its proxy was taken away")
         self._slots.remove(slot)
@@ -271,13 +272,20 @@ class Proxies:
         while True:
             try:
                 slot = self._choose(task_id, group_id)
-                client = slot.client
-                assert client is not None
-                started = await self._ask(slot, lambda at: at.start_session(task_id, group_id=group_id, **facts))
             except Unreachable:
                 await anyio.sleep(_LOOK_S)
                 continue
-            slot.sessions[started.api_key] = started.session_id
+            client = slot.client
+            assert client is not None
+            slot.n_starting += 1
+            try:
+                started = await self._ask(slot, lambda at: at.start_session(task_id, group_id=group_id, **facts))
+                slot.sessions[started.api_key] = started.session_id
+            except Unreachable:
+                await anyio.sleep(_LOOK_S)
+                continue
+            finally:
+                slot.n_starting -= 1
             self._by_key[started.api_key] = (slot, started.session_id)
             return msgspec.structs.replace(started, base_url=client.base_url)
 
